@@ -1,0 +1,43 @@
+# Everything a developer runs. The environments build themselves: the first run takes a few minutes, later ones none.
+# PYTHON and MMBROKER_TORCH choose the interpreter and the torch to install (engines/sglang-cpu/setup.sh).
+
+VENV := .venv
+VENV_OLD := .venv-sglang-0.5.17
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help env env-old test check format demo bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: ## .venv with SGLang 0.5.23 on the CPU, this project and its tools
+	@engines/sglang-cpu/setup.sh $(VENV) 0.5.23
+
+env-old:
+	@engines/sglang-cpu/setup.sh $(VENV_OLD) 0.5.17
+
+# The engine's tests run with both SGLang releases, all others once. The last line is the whole suite's summary.
+test: env env-old ## all tests, with the real SGLang 0.5.23 and 0.5.17
+	@status=0; \
+	$(VENV_OLD)/bin/pytest tests/sglang || status=1; \
+	$(BIN)/pytest || status=1; \
+	exit $$status
+
+check: env ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p mmbroker
+
+format: env ## put the code into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: env ## the real SGLang serves pictures, first its own way, then through a broker
+	@$(BIN)/mmbroker demo
+
+bench: env ## the transports side by side: tables, and a JSON file beside them
+	$(BIN)/python bench/transport.py --json bench/results/transport.json
+
+clean: ## remove the environments and everything that was built
+	rm -rf $(VENV) $(VENV_OLD) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
