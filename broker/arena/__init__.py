@@ -1,0 +1,1 @@
+"""Memory that the broker owns: segments, and where in them what lies."""

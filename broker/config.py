@@ -1,0 +1,127 @@
+"""Settings of the broker: flags, then ``MMBROKER_*`` variables, then a TOML file, then defaults. Resolved once.
+
+Every setting has one name, written ``--host-mib`` as a flag, ``MMBROKER_HOST_MIB`` as a variable and ``host_mib`` in the
+file; so have the state machine's `Limits`, by their own names. Unknown names in the file are refused. Unknown variables
+are not: orchestrators set some with this prefix for a service of this name, and clients have their own.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from mmbroker.proto.errors import BrokerError
+
+from . import instance
+from .arena import memory
+from .events import Limits
+
+MIB: Final = 1 << 20
+#: A default host arena is a quarter of the available memory, and at most so many MiB.
+MOST_HOST_MIB: Final = 16 << 10
+#: Settings that this version does not have; asking for one is an error, not a wish.
+_ABSENT: Final = ("gpu", "device_mib", "device_reserve_mib", "device_headroom_mib", "http")
+#: Limits that are set in MiB instead.
+_IN_MIB: Final = ("host_bytes", "segment_bytes")
+_LIMITS: Final = tuple(field.name for field in fields(Limits) if field.name not in _IN_MIB)
+
+
+class ConfigError(BrokerError):
+    """A setting makes no sense. The message names it, where it came from, and what it may be."""
+
+
+class _Own(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings that are no limits of the state machine. Sizes in MiB, times in seconds."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = "cpu"
+    host_mib: Annotated[int, Meta(ge=1)] = 0
+    segment_mib: Annotated[int, Meta(ge=1)] = Limits().segment_bytes // MIB
+    allow_uid: frozenset[Annotated[int, Meta(ge=0, lt=(1 << 32) - 1)]] = frozenset()
+    drain: Annotated[float, Meta(ge=0)] = 5.0
+
+
+class Settings(_Own, frozen=True, kw_only=True):
+    """Everything a broker can be told. `path` is the instance directory."""
+
+    path: Path
+    limits: Limits
+
+    @staticmethod
+    def resolve(
+        flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, file: Path | str | None = None
+    ) -> Settings:
+        """Settings from flags (None or (): not given), variables, and a file. Raises `ConfigError`."""
+        given = {name: value for name, value in flags.items() if value not in (None, ())}
+        own, limits = _Own(), Limits()
+        for source, values in (
+            ("the settings file", _from_file(file)),
+            ("the environment", _from_environ(environ)),
+            ("the command line", given),
+        ):
+            for name, value in values.items():
+                own, limits = _with(own, limits, source, name, value)
+        if not own.host_mib:
+            own = msgspec.structs.replace(own, host_mib=_default_host_mib())
+        sizes = {"host_bytes": own.host_mib * MIB, "segment_bytes": own.segment_mib * MIB}
+        return Settings(
+            **msgspec.structs.asdict(own),
+            path=instance.root(environ) / own.name,
+            limits=Limits(**{**asdict(limits), **sizes}),
+        )
+
+
+def _with(own: _Own, limits: Limits, source: str, name: str, value: object) -> tuple[_Own, Limits]:
+    """The settings with one of them changed."""
+    if name in _ABSENT:
+        raise ConfigError(f"{name} in {source}: this version has no device arena and no web page; remove it")
+    try:
+        if name in _LIMITS:
+            limits = msgspec.convert({**asdict(limits), name: value}, Limits, strict=False)
+            if getattr(limits, name) < (least := 1 if isinstance(getattr(limits, name), int) else 0):
+                raise msgspec.ValidationError(f"Expected a number >= {least}")
+        else:
+            own = msgspec.convert(
+                {**msgspec.structs.asdict(own), "host_mib": 1, name: value}, _Own, strict=False
+            )
+    except msgspec.ValidationError as error:
+        # msgspec writes "Expected `int` - at `$.host_mib`".
+        problem = str(error).partition(" - at ")[0]
+        raise ConfigError(f"{name} in {source}: {problem[:1].lower()}{problem[1:]}, not {value!r}") from None
+    return own, limits
+
+
+def _from_file(file: Path | str | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        with open(file, "rb") as stream:
+            return tomllib.load(stream)
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"the settings file {file} cannot be read: {reason}") from None
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Variables that are settings; lists are written with commas."""
+    values: dict[str, Any] = {}
+    for name in (*_Own.__struct_fields__, *_LIMITS, *_ABSENT):
+        if text := environ.get(f"MMBROKER_{name.upper()}", ""):
+            values[name] = [part.strip() for part in text.split(",")] if name == "allow_uid" else text
+    return values
+
+
+def _default_host_mib() -> int:
+    free, limit = memory.headroom()
+    mib = min(free // 4 // MIB, MOST_HOST_MIB)
+    if mib < 1:
+        raise ConfigError(
+            f"{limit} leaves {free} bytes, too few for a host arena: free memory, or raise that limit"
+        )
+    return mib

@@ -1,0 +1,115 @@
+"""Fixtures for everybody.
+
+`start_broker(**settings)` starts real brokers in a short directory of their own and ends them; `broker` is one with the
+defaults of a small test. Every test that uses them is searched for leaks afterwards: descriptors, child processes,
+``/dev/shm``, what brokers leave in their directory. With the marker ``balanced`` the books of every broker that still
+runs must come to zero leases and holds, too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import zmq
+
+from tests.kit import BrokerProcess, Leaks, eventually
+
+
+class StartBroker(Protocol):
+    """Starts a broker; `wait` for its ready line unless told otherwise. `prefix` goes before its command line."""
+
+    def __call__(
+        self,
+        *,
+        wait: bool = True,
+        prefix: list[str] | None = None,
+        env: dict[str, str] | None = None,
+        **settings: Any,
+    ) -> BrokerProcess: ...
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm() -> None:
+    """Make what a process makes once and keeps, before any test is searched for leaks."""
+    zmq.Context.instance().socket(zmq.DEALER).close(linger=0)
+
+
+@pytest.fixture(autouse=True)
+def _leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Set up before the brokers' fixtures, so it looks after they are done."""
+    if not {"broker_root", "no_leaks"} & set(request.fixturenames):
+        yield
+        return
+    before = Leaks()
+    yield
+    before.check()
+
+
+@pytest.fixture
+def no_leaks() -> None:
+    """For tests without a broker that want to be searched for leaks."""
+
+
+@pytest.fixture
+def broker_root() -> Iterator[Path]:
+    """A short directory for brokers, as MMBROKER_DIR; nothing of them may be in it at the end."""
+    root = Path(tempfile.mkdtemp(prefix="mmb-", dir="/tmp"))
+    yield root
+    left = sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+    shutil.rmtree(root)
+    assert not left, f"left in the instance directory: {left}"
+
+
+@pytest.fixture
+def start_broker(broker_root: Path, request: pytest.FixtureRequest) -> Iterator[StartBroker]:
+    started: list[BrokerProcess] = []
+
+    def start(
+        *,
+        wait: bool = True,
+        prefix: list[str] | None = None,
+        env: dict[str, str] | None = None,
+        **settings: Any,
+    ) -> BrokerProcess:
+        settings = {"host_mib": 64, "segment_mib": 4, **settings}
+        process = BrokerProcess(broker_root, settings, prefix or [], env or {})
+        started.append(process)
+        return process.wait_ready() if wait else process
+
+    yield start
+    try:
+        for process in started:
+            if process.process.poll() is None and request.node.get_closest_marker("balanced"):
+                _balance(process)
+            process.stop()
+    finally:
+        for process in started:
+            process.kill()
+            process.clean_up()
+            if process.process.returncode == -signal.SIGKILL:
+                shutil.rmtree(process.directory, ignore_errors=True)  # nobody else can
+
+
+@pytest.fixture
+def broker(start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch) -> BrokerProcess:
+    """A broker of 64 MiB in segments of 4 MiB, which `mmbroker.connect()` without a path finds."""
+    process = start_broker()
+    monkeypatch.setenv("MMBROKER_DIR", os.fspath(process.root))
+    return process
+
+
+def _balance(process: BrokerProcess) -> None:
+    """Leases and holds of a broker come to nothing once its clients are gone."""
+
+    def balanced() -> bool:
+        status = process.status()
+        return not status["leases"] and not status["holds"]
+
+    eventually(balanced, "books in balance")
