@@ -1,0 +1,429 @@
+"""Admission: who gets a slot or a hit now, and who waits for what.
+
+A create is served whole or waits whole, and holds nothing while it waits. It waits for room in the arena (in order of
+arrival), for its engine's budget (in order, passed over by the others), or, if it has no slot to write, for the writer
+of a key (single flight).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from itertools import count
+
+from mmbroker.proto.errors import InvalidMessage
+from mmbroker.proto.form import check_form
+from mmbroker.proto.keys import Kind
+from mmbroker.proto.messages import Created, Failed, Found, Hit, Item, Pending, Result
+
+from .arena.allocator import round_up
+from .books import Books
+from .events import Grow
+from .holds import Holds
+from .leases import Leases, conflict
+from .pool import Segment, Slot
+from .records import Engine, Feature, Hold, Place, Request, Session, Wait
+
+
+class Admission:
+    def __init__(self, books: Books, holds: Holds) -> None:
+        self.books = books
+        self.holds = holds
+        self.leases = Leases(books, holds, self._landed)
+        self.queue: OrderedDict[int, Request] = OrderedDict()  # waits for room or budget, in order of arrival
+        self.flying: dict[Place, OrderedDict[int, Request]] = {}  # waits for a key's writer
+        self.growth_blocked: str = ""  # why no segment can be had at present
+        self.draining = False
+        self._numbers = count(1)
+
+    # --- arrival ----------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, session: Session, seq: int, items: list[Item], engine: Engine | None, private: bool, now: float,
+        deadline: float, lookup: bool = False,
+    ) -> None:  # fmt: skip
+        """Serve a create or a lookup, now or when what it waits for is there; answered by `deadline` in any case."""
+        refusal = self._refusal(session, items, lookup)
+        if refusal is not None:
+            self.books.respond(session, seq, refusal)
+            return
+        distinct = {item.key: round_up(item.form.nbytes) for item in items}
+        request = Request(
+            next(self._numbers), session.number, seq, session.namespace, items, engine, private, now,
+            sum(distinct.values()), lookup,
+        )  # fmt: skip
+        session.requests[seq] = request
+        request.timer = self.books.timers.at(deadline, lambda at: self._expire(request, at))
+        passed_over = any(r.reason is Wait.ROOM or r.engine is engine for r in self.queue.values())
+        if not self._serve(request, now, may_allocate=not passed_over):
+            self._wait(request, now)
+
+    def _refusal(self, session: Session, items: list[Item], lookup: bool) -> Failed | None:
+        """Why a call can never be served, if so: the limit, the figures, the next step."""
+        books, limits = self.books, self.books.limits
+        if len(items) > limits.items_per_call:
+            text = (
+                f"{len(items)} items in one call exceed the limit of {limits.items_per_call}: split the batch"
+            )
+            return Failed(
+                "QuotaExceeded", text, {"requested": len(items), "used": 0, "limit": limits.items_per_call}
+            )
+        used = len(session.leases) + len(session.holds)
+        if used + len(items) > limits.features_per_session:
+            books.counters["quota_refusals"] += 1
+            return Failed(
+                "QuotaExceeded",
+                f"this client has {used} leases and holds; {len(items)} more exceed its limit of "
+                f"{limits.features_per_session}: drop some, or raise --features-per-session",
+                {"requested": len(items), "used": used, "limit": limits.features_per_session},
+            )
+        if lookup:
+            return None
+        if self.draining:
+            return Failed("BrokerLost", "the broker is shutting down: send another way until it is back")
+        try:
+            for item in items:
+                check_form(item.form)
+        except InvalidMessage as error:
+            return Failed("InvalidMessage", str(error), error.figures)
+        parts = sum(len(item.form.parts or ()) for item in items)
+        if parts > limits.parts_per_call:
+            text = f"{parts} parts in one call exceed the limit of {limits.parts_per_call}: split the batch"
+            return Failed(
+                "QuotaExceeded", text, {"requested": parts, "used": 0, "limit": limits.parts_per_call}
+            )
+        requested = sum({item.key: round_up(item.form.nbytes) for item in items}.values())
+        if requested > books.pool.limit:
+            what = "the feature is" if len(items) == 1 else f"the batch of {len(items)} is"
+            return self._pool_full(
+                requested,
+                f"{what} larger than the arena",
+                "send it in smaller batches, or raise --host-mib",
+            )
+        return None
+
+    # --- serving ----------------------------------------------------------------------------------------------------
+
+    def _serve(self, request: Request, now: float, may_allocate: bool = True) -> bool:
+        """Answer a request if it can be answered whole; else say in `request.reason` what it waits for."""
+        books = self.books
+        found: list[Feature | None] = []
+        fresh: dict[Place, Item] = {}
+        flights: list[Place] = []
+        for item in request.items:
+            place = (request.namespace, item.key)
+            feature = books.features.get(place)
+            found.append(feature)
+            if feature is not None:
+                if not request.lookup and feature.form != item.form:
+                    books.counters["conflicts"] += 1
+                    self._finish(request, conflict(feature, item.form.nbytes))
+                    return True
+            elif not request.lookup and place not in fresh:
+                if place in books.flights and (request.patient or item.key.kind is Kind.DERIVED):
+                    flights.append(place)
+                else:
+                    fresh[place] = item
+        if flights and not fresh:
+            request.reason, request.flights = Wait.FLIGHT, flights
+            return False
+        hits = {feature.number: feature for feature in found if feature is not None}
+        if not self._within_budget(request.engine, hits.values(), fresh.values()):
+            request.reason = Wait.BUDGET
+            return False
+        request.reason = Wait.ROOM
+        if fresh and not may_allocate:
+            return False
+        slots = self._allocate(request.namespace, list(fresh.values()), list(hits.values()), now)
+        if slots is None:
+            return self._hopeless(request)
+        self._commit(request, found, dict(zip(fresh, slots, strict=True)), now)
+        return True
+
+    def _within_budget(self, engine: Engine | None, hits: Iterable[Feature], fresh: Iterable[Item]) -> bool:
+        """May the engine take this much more? One that has nothing in flight may take anything that fits the arena."""
+        if engine is None or not engine.in_flight:
+            return True
+        extra = sum(feature.slot.nbytes for feature in hits if feature.number not in engine.uses)
+        extra += sum(round_up(item.form.nbytes) for item in fresh)
+        return not extra or engine.in_flight + extra <= self.books.budget()
+
+    def _commit(
+        self, request: Request, found: list[Feature | None], slots: dict[Place, Slot], now: float
+    ) -> None:
+        """Hand out what was found and allocated."""
+        books = self.books
+        session = books.sessions[request.session]
+        results: list[Result | None] = []
+        holds: list[Hold] = []
+        for item, feature in zip(request.items, found, strict=True):
+            place = (request.namespace, item.key)
+            if feature is not None:
+                feature.hits += 1
+                books.counters["hits"] += 1
+                hold = self.holds.claim(feature, session, request.engine, request.private, now)
+                holds.append(hold)
+                results.append(Hit(hold.reference(books.boot)))
+            elif (slot := slots.pop(place, None)) is not None:
+                books.counters["misses"] += 1
+                results.append(self.leases.grant(session, item, slot, request.engine, now))
+            elif request.lookup:
+                books.counters["misses"] += 1
+                results.append(None)
+            else:
+                results.append(Pending())
+        self._forget(request)
+        deadline = request.timer.when if request.timer is not None else now
+        if request.lookup:
+            refs = [result.ref if isinstance(result, Hit) else None for result in results]
+            answer: Created | Found = Found(refs)
+        else:
+            answer = Created([result for result in results if result is not None])
+        self.holds.answer_when_acked(
+            session, request.seq, request.engine, holds, lambda: answer, now, deadline
+        )
+
+    # --- room -------------------------------------------------------------------------------------------------------
+
+    def _allocate(
+        self, namespace: str, items: list[Item], hits: list[Feature], now: float
+    ) -> list[Slot] | None:
+        """Slots for all items, or none at all. Evicts what is idle, except `hits`; asks for a segment if need be."""
+        books = self.books
+        need = sum(round_up(item.form.nbytes) for item in items)
+        stirred = books.stirred  # what is evicted here is for this request, and no news to those behind it
+        resting = [feature for feature in hits if not feature.pinned]
+        for feature in resting:
+            books.wake(feature)
+        slots: list[Slot] | None = []
+        if need > books.pool.limit - books.pool.held:
+            slots = None
+        for item in items if slots is not None else ():
+            slot = self._one(namespace, item.form.nbytes, now)
+            if slot is None:
+                for taken in slots or ():
+                    books.unallocate(taken, now)
+                slots = None
+                break
+            assert slots is not None
+            slots.append(slot)
+        for feature in resting:
+            books.rest(feature, now)
+        books.stirred = stirred
+        if slots and need:
+            self._grow_ahead(namespace)
+        return slots
+
+    def _one(self, namespace: str, nbytes: int, now: float) -> Slot | None:
+        books, pool = self.books, self.books.pool
+        slot = pool.allocate(namespace, nbytes)
+        if slot is not None or pool.growing(namespace, nbytes):
+            return slot
+        if self._grow(namespace, nbytes):
+            return None
+        if any(s.ready and s.allocator.nbytes >= nbytes for s in pool.arena(namespace)):
+            while resting := books.idle.get(namespace):
+                books.evict(next(iter(resting.values())), "room", now)
+                slot = pool.allocate(namespace, nbytes)
+                if slot is not None:
+                    return slot
+        if not self.growth_blocked:
+            for segment in list(pool.segments.values()):
+                if pool.limit - pool.capacity >= round_up(nbytes):
+                    break
+                if segment.ready and not segment.pinned and not segment.retired:
+                    self._empty(segment, now)
+            self._grow(namespace, nbytes)
+        return None
+
+    def _empty(self, segment: Segment, now: float) -> None:
+        """Evict everything from a segment that has nothing but idle features, and give it back."""
+        for number in list(segment.features):
+            self.books.evict(self.books.numbered[number], "room", now)
+        self.books.discard(segment)
+
+    def _grow(self, namespace: str, nbytes: int) -> bool:
+        size = None if self.growth_blocked else self.books.pool.next_size(nbytes)
+        if size is None:
+            return False
+        segment = self.books.pool.grow(namespace, size)
+        self.books.counters["segments_grown"] += 1
+        self.books.out.add(Grow(segment.number, "host", size))
+        return True
+
+    def _grow_ahead(self, namespace: str) -> None:
+        """Have the next segment on its way before somebody has to wait for it."""
+        pool = self.books.pool
+        free = max((s.allocator.largest_free for s in pool.arena(namespace)), default=0)
+        if free < pool.segment_bytes // 4 and not pool.growing(namespace):
+            self._grow(namespace, pool.segment_bytes // 4)
+
+    def segment_ready(self, number: int, now: float) -> None:
+        segment = self.books.pool.segments[number]
+        segment.ready = True
+        segment.empty_since = now
+        self.books.watch_empty(segment, now)
+        self.books.stirred = True
+
+    def segment_failed(self, number: int, reason: str, now: float) -> None:
+        """No segment can be had: what waits is told at its deadline, or at once if it can never fit what there is."""
+        self.books.pool.remove(number)
+        self.books.counters["segments_refused"] += 1
+        self.growth_blocked = reason
+        self.books.timers.at(now + self.books.limits.grow_retry, self._unblock)
+        self.books.stirred = True
+
+    def _unblock(self, now: float) -> None:
+        self.growth_blocked = ""
+        self.books.stirred = True
+
+    def _hopeless(self, request: Request) -> bool:
+        """If growth is refused and the request is larger than all there is, say so at once."""
+        arena = sum(s.allocator.nbytes for s in self.books.pool.arena(request.namespace) if s.ready)
+        if not self.growth_blocked or request.nbytes <= arena:
+            return False
+        self._finish(request, self._full(request))
+        return True
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def _wait(self, request: Request, now: float) -> None:
+        self.books.counters["waits"] += 1
+        self.books.counters[f"waits_{request.reason.value}"] += 1
+        if request.reason is not Wait.FLIGHT:
+            self.queue[request.number] = request
+            return
+        for place in request.flights:
+            self.flying.setdefault(place, OrderedDict())[request.number] = request
+        if request.patience is None and any(place[1].kind is not Kind.DERIVED for place in request.flights):
+            patience = request.since + self.books.limits.single_flight
+            request.patience = self.books.timers.at(patience, lambda at: self._impatient(request, at))
+
+    def _leave_flights(self, request: Request) -> None:
+        for place in request.flights:
+            waiting = self.flying.get(place)
+            if waiting is not None:
+                waiting.pop(request.number, None)
+                if not waiting:
+                    del self.flying[place]
+        request.flights = []
+
+    def _landed(self, place: Place, now: float) -> None:
+        """A key was sealed, or its writers have given up: whoever waited for it is looked at again."""
+        for request in list(self.flying.get(place, {}).values()):
+            self._leave_flights(request)
+            self.queue[request.number] = request
+            request.reason = Wait.BUDGET  # looked at by the next pump in any case
+            self.books.stirred = True
+
+    def _impatient(self, request: Request, now: float) -> None:
+        """The writer takes too long: this request gets a lease of its own, and the first seal wins."""
+        request.patient = False
+        self._leave_flights(request)
+        self.queue[request.number] = request
+        request.reason = Wait.BUDGET
+        self.books.stirred = True
+
+    def pump(self, now: float) -> None:
+        """Serve what can be served, in order: an engine over its budget is passed over, lack of room is not."""
+        while self.books.stirred:
+            self.books.stirred = False
+            over: set[Engine | None] = set()
+            may_allocate = True
+            for request in list(self.queue.values()):
+                if request.number not in self.queue or request.engine in over:
+                    continue
+                if not may_allocate and request.reason is Wait.ROOM:
+                    continue
+                if self._serve(request, now, may_allocate):
+                    continue
+                if request.reason is Wait.BUDGET:
+                    over.add(request.engine)
+                elif request.reason is Wait.ROOM:
+                    may_allocate = False
+                else:
+                    del self.queue[request.number]
+                    self._wait(request, now)
+
+    def _forget(self, request: Request) -> None:
+        """A request is answered, or will never be: it waits for nothing."""
+        self.queue.pop(request.number, None)
+        self._leave_flights(request)
+        self.books.sessions[request.session].requests.pop(request.seq, None)
+        for timer in (request.timer, request.patience):
+            if timer is not None:
+                timer.cancel()
+        self.books.stirred = self.books.stirred or bool(self.queue)
+
+    def _finish(self, request: Request, answer: Failed) -> None:
+        self._forget(request)
+        self.books.respond(self.books.sessions[request.session], request.seq, answer)
+
+    def forget_session(self, session: Session) -> None:
+        for request in list(session.requests.values()):
+            self._forget(request)
+
+    def drain(self) -> None:
+        """No new leases from now on."""
+        self.draining = True
+        waiting = list(self.queue.values()) + [r for rs in self.flying.values() for r in rs.values()]
+        for request in {r.number: r for r in waiting}.values():
+            self._finish(
+                request,
+                Failed("BrokerLost", "the broker is shutting down: send another way until it is back"),
+            )
+
+    # --- deadlines --------------------------------------------------------------------------------------------------
+
+    def _expire(self, request: Request, now: float) -> None:
+        waited = now - request.since
+        self.books.counters[f"expired_{request.reason.value}"] += 1
+        if request.reason is Wait.FLIGHT:
+            writers = {
+                self.books.sessions[lease.session].name
+                for place in request.flights
+                for lease in self.books.flights.get(place, ())
+            }
+            answer = Failed(
+                "DeadlineExceeded",
+                f"waited {waited:.2f} s for {', '.join(sorted(writers)) or 'another client'} to seal the same key; "
+                "allow more time, or make the feature yourself under another key",
+                {"waited_ms": int(waited * 1000)},
+            )
+        else:
+            answer = self._full(request)
+        self._finish(request, answer)
+
+    def _full(self, request: Request) -> Failed:
+        """`PoolFull` for what was waited for: the engine's budget, the machine's memory, or the arena."""
+        pool = self.books.pool
+        if request.reason is Wait.BUDGET and request.engine is not None:
+            budget, engine = self.books.budget(), request.engine
+            self.books.counters["pool_full"] += 1
+            return Failed(
+                "PoolFull",
+                f"engine {engine.name!r} has {engine.in_flight} bytes in flight of its budget of {budget}, and "
+                f"{request.nbytes} more do not fit; end some of its requests, or raise --host-mib",
+                {"requested": request.nbytes, "free": max(0, budget - engine.in_flight), "limit": budget},
+            )
+        if self.growth_blocked:
+            return self._pool_full(
+                request.nbytes,
+                f"the arena cannot grow: {self.growth_blocked}",
+                "free memory, or raise that limit",
+                limit=pool.capacity,
+            )
+        return self._pool_full(
+            request.nbytes, "the arena is full of held features", "drop holds, or raise --host-mib"
+        )
+
+    def _pool_full(self, requested: int, why: str, then: str, limit: int | None = None) -> Failed:
+        pool = self.books.pool
+        limit = pool.limit if limit is None else limit
+        free = max(0, limit - pool.held)
+        self.books.counters["pool_full"] += 1
+        return Failed(
+            "PoolFull",
+            f"{why}: {requested} bytes requested, {free} free of a limit of {limit}; {then}",
+            {"requested": requested, "free": free, "limit": limit},
+        )

@@ -1,0 +1,227 @@
+"""Holds and grants: from the first claim on a feature to the last rank's word that it can no longer touch it.
+
+This is the broker's half of the grant protocol. A slot may be reused when every hold on its feature is over and every
+rank that was granted one has settled, or its process is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import count
+
+from mmbroker.proto.messages import Failed, Reply
+
+from .books import Books
+from .records import Engine, Feature, Hold, Rank, Session, Ticket
+
+
+class Holds:
+    def __init__(self, books: Books) -> None:
+        self.books = books
+        self.open: dict[int, Hold] = {}
+        self._numbers = count(1)
+
+    # --- the producer's side ----------------------------------------------------------------------------------------
+
+    def claim(
+        self, feature: Feature, owner: Session, engine: Engine | None, private: bool, now: float
+    ) -> Hold:
+        """A new hold, granted to every rank of the engine."""
+        books = self.books
+        books.wake(feature)
+        hold = Hold(next(self._numbers), feature, engine, owner.number, private, now)
+        self.open[hold.number] = hold
+        feature.holds.add(hold.number)
+        owner.holds[hold.number] = hold
+        books.charge(engine, feature)
+        books.counters["holds"] += 1
+        if engine is not None:
+            grant = hold.grant(books.boot)
+            for number in engine.ranks.values():
+                session = books.sessions[number]
+                hold.ranks[number] = Rank.GRANTED
+                session.grants[hold.number] = hold
+                session.unacked[hold.number] = now
+                books.send(session, feature.slot, writable=False)
+                books.out.grant(number, grant)
+                books.counters["grants"] += 1
+        return hold
+
+    def answer_when_acked(
+        self, session: Session, seq: int, engine: Engine | None, holds: list[Hold], answer: Callable[[], Reply],
+        now: float, deadline: float,
+    ) -> None:  # fmt: skip
+        """Answer a call as soon as every rank has acknowledged its holds, or at its deadline with `EngineLagging`."""
+        missing = sum(rank is Rank.GRANTED for hold in holds for rank in hold.ranks.values())
+        if engine is None or not missing:
+            self.books.respond(session, seq, answer())
+            return
+        ticket = Ticket(session.number, seq, engine, holds, answer, now, missing)
+        for hold in holds:
+            hold.ticket = ticket
+        session.tickets[seq] = ticket
+        ticket.timer = self.books.timers.at(deadline, lambda at: self._late(ticket, at))
+
+    def drop(self, session: Session, numbers: Iterable[int], now: float) -> None:
+        """The producer's word that holds are over."""
+        for number in numbers:
+            hold = session.holds.get(number)
+            if hold is None:
+                self.books.counters["unknown_holds"] += 1
+            else:
+                self.end(hold, now)
+
+    def end(self, hold: Hold, now: float) -> None:
+        """A hold is over: its ranks are dismissed, and it closes when they have settled."""
+        if hold.over:
+            return
+        hold.over = True
+        self.books.counters["dismissals"] += 1
+        if hold.expiry is not None:
+            hold.expiry.cancel()
+        if hold.owner is not None:
+            self.books.sessions[hold.owner].holds.pop(hold.number, None)
+        for number, rank in hold.ranks.items():
+            if rank is not Rank.DETACHED:
+                self.books.out.dismiss(number, hold.number)
+        self._close_if_settled(hold, now)
+
+    # --- the ranks' side --------------------------------------------------------------------------------------------
+
+    def ack(
+        self, session: Session, acked: Iterable[int], failed: Iterable[int], reason: str, now: float
+    ) -> None:
+        """A rank has made its entries; a grant that `failed` there counts as settled."""
+        for number in acked:
+            hold = session.grants.get(number)
+            if hold is None or hold.ranks[session.number] is not Rank.GRANTED:
+                self.books.counters["unknown_holds"] += 1
+                continue
+            hold.ranks[session.number] = Rank.ACKED
+            session.unacked.pop(number, None)
+            self._heard(hold, now)
+        for number in failed:
+            hold = session.grants.get(number)
+            if hold is None or hold.ranks[session.number] is not Rank.GRANTED:
+                self.books.counters["unknown_holds"] += 1
+                continue
+            self.books.counters["grants_failed"] += 1
+            if hold.ticket is not None and not hold.ticket.failure:
+                name = hold.engine.name if hold.engine is not None else ""
+                hold.ticket.failure = (
+                    f"rank {session.rank} of engine {name!r} (pid {session.pid}) could not take the feature: "
+                    f"{reason[:500] or 'no reason given'}"
+                )
+            self.settle(session, [number], now)
+
+    def settle(self, session: Session, numbers: Iterable[int], now: float) -> None:
+        """A rank can no longer touch the features of these holds."""
+        for number in numbers:
+            hold = session.grants.pop(number, None)
+            if hold is None:
+                self.books.counters["unknown_holds"] += 1
+                continue
+            rank = hold.ranks.pop(session.number)
+            session.unacked.pop(number, None)
+            self.books.counters["settled"] += 1
+            if rank is Rank.GRANTED:
+                self._heard(hold, now)
+            self._close_if_settled(hold, now)
+
+    def detach(self, session: Session, now: float) -> None:
+        """Nobody waits for this rank's word any more, but its process may still read what it was granted."""
+        for hold in list(session.grants.values()):
+            rank = hold.ranks[session.number]
+            hold.ranks[session.number] = Rank.DETACHED
+            if rank is Rank.GRANTED:
+                self._heard(hold, now)
+        session.unacked.clear()
+
+    def orphan(self, session: Session, now: float) -> None:
+        """A producer has ended: what it was still asking for is over, what it may have sent goes on for a while."""
+        for ticket in list(session.tickets.values()):
+            self._cancel(ticket, now)
+        grace = self.books.limits.producer_grace
+        for hold in list(session.holds.values()):
+            if hold.engine is None or not hold.ranks:
+                self.end(hold, now)
+            else:
+                hold.owner = None
+                hold.expiry = self.books.timers.at(now + grace, lambda at, hold=hold: self.end(hold, at))  # type: ignore[misc]
+                self.books.counters["holds_orphaned"] += 1
+        session.holds.clear()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _close_if_settled(self, hold: Hold, now: float) -> None:
+        if hold.over and not hold.ranks and self.open.pop(hold.number, None) is not None:
+            feature = hold.feature
+            feature.holds.discard(hold.number)
+            self.books.credit(hold.engine, feature)
+            self.books.rest(feature, now)
+
+    def _heard(self, hold: Hold, now: float) -> None:
+        ticket = hold.ticket
+        if ticket is None:
+            return
+        ticket.missing -= 1
+        if ticket.missing:
+            return
+        session = self.books.sessions[ticket.session]
+        if ticket.failure:
+            self._cancel(ticket, now)
+            self.books.respond(
+                session, ticket.seq, Failed("FeatureError", ticket.failure + "; send it another way")
+            )
+        elif not any(rank is not Rank.DETACHED for hold in ticket.holds for rank in hold.ranks.values()):
+            self._cancel(ticket, now)
+            self.books.respond(
+                session,
+                ticket.seq,
+                Failed(
+                    "NoSuchEngine",
+                    f"engine {ticket.engine.name!r} went away while it was being granted: send to another one, "
+                    "or again when it has started",
+                ),
+            )
+        else:
+            self._settle_ticket(ticket)
+            self.books.respond(session, ticket.seq, ticket.answer())
+
+    def _settle_ticket(self, ticket: Ticket) -> None:
+        if ticket.timer is not None:
+            ticket.timer.cancel()
+        for hold in ticket.holds:
+            hold.ticket = None
+        self.books.sessions[ticket.session].tickets.pop(ticket.seq, None)
+
+    def _cancel(self, ticket: Ticket, now: float) -> None:
+        """The call will not be answered with these holds: nobody has seen their references."""
+        self._settle_ticket(ticket)
+        for hold in ticket.holds:
+            self.end(hold, now)
+
+    def _late(self, ticket: Ticket, now: float) -> None:
+        sessions = self.books.sessions
+        silent = sorted(
+            {
+                (sessions[number].rank, sessions[number].pid)
+                for hold in ticket.holds
+                for number, rank in hold.ranks.items()
+                if rank is Rank.GRANTED
+            }
+        )
+        ranks = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in silent)
+        waited = now - ticket.since
+        self._cancel(ticket, now)
+        self.books.counters["engine_lagging"] += 1
+        self.books.respond(
+            sessions[ticket.session],
+            ticket.seq,
+            Failed(
+                "EngineLagging",
+                f"engine {ticket.engine.name!r}: {ranks} did not acknowledge {len(ticket.holds)} feature(s) within "
+                f"{waited:.1f} s; check whether that process is stopped or overloaded, or send another way",
+                {"rank": silent[0][0], "pid": silent[0][1], "waited_ms": int(waited * 1000)},
+            ),
+        )

@@ -1,0 +1,150 @@
+"""Leases: from the right to write a slot to sealed content, or back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import count
+
+from mmbroker.proto.messages import Failed, Leased, Seal, Sealed
+
+from .books import Books
+from .holds import Holds
+from .pool import Slot
+from .records import Engine, Feature, Hold, Item, Lease, Place, Session
+
+
+class Leases:
+    def __init__(self, books: Books, holds: Holds, landed: Callable[[Place, float], None]) -> None:
+        """`landed(place, now)` is called when nobody writes that key any more, or it is sealed."""
+        self.books = books
+        self.holds = holds
+        self._landed = landed
+        self._numbers = count(1)
+        self._feature_numbers = count(1)
+        self.open: dict[int, Lease] = {}
+
+    def grant(self, session: Session, item: Item, slot: Slot, engine: Engine | None, now: float) -> Leased:
+        """A lease on a slot that was just allocated; the writer's descriptor goes first."""
+        books = self.books
+        place = (session.namespace, item.key)
+        lease = Lease(next(self._numbers), session.number, place, item.form, slot, now, engine)
+        self.open[lease.number] = lease
+        session.leases[lease.number] = lease
+        books.flights.setdefault(place, []).append(lease)
+        if engine is not None:
+            engine.in_flight += slot.nbytes
+        books.send(session, slot, writable=True)
+        books.counters["leases"] += 1
+        return Leased(lease.number, slot.segment, slot.offset, slot.generation)
+
+    def seal(
+        self, session: Session, seq: int, call: Seal, engine: Engine | None, now: float, deadline: float
+    ) -> None:
+        """Make leases' contents visible. The first seal of a key wins; a later equal one gives its slot back.
+
+        All or nothing: the call fails before anything is sealed. Leases that can never be sealed are taken back.
+        """
+        books = self.books
+        numbers = [sealing.lease for sealing in call.leases]
+        if len(set(numbers)) != len(numbers):
+            books.respond(session, seq, Failed("InvalidMessage", "a lease is named twice in one seal"))
+            return
+        for number in numbers:
+            lease = session.leases.get(number)
+            if lease is None:
+                text = f"lease {number} is not open: it was sealed, aborted, or never yours; create again"
+                books.respond(session, seq, Failed("LeaseClosed", text))
+                return
+            taken = books.features.get(lease.place)
+            if taken is not None and taken.form != lease.form:
+                self.abort(session, [number], now)
+                books.counters["conflicts"] += 1
+                books.respond(session, seq, conflict(taken, lease.form.nbytes))
+                return
+        sealed: list[Hold] = []
+        for sealing in call.leases:
+            lease = session.leases[sealing.lease]
+            feature = self._seal_one(session, lease, sealing.retained, now)
+            sealed.append(self.holds.claim(feature, session, engine, call.private, now))
+            self._close(session, lease, now)
+        books.counters["seals"] += len(sealed)
+        self.holds.answer_when_acked(
+            session,
+            seq,
+            engine,
+            sealed,
+            lambda: Sealed([hold.reference(books.boot) for hold in sealed]),
+            now,
+            deadline,
+        )
+
+    def _seal_one(self, session: Session, lease: Lease, retained: bool, now: float) -> Feature:
+        books = self.books
+        feature = books.features.get(lease.place)
+        if feature is None:
+            feature = Feature(next(self._feature_numbers), lease.place, lease.form, lease.slot)
+            books.enter(feature)
+            if retained:
+                feature.pins.add(lease.number)
+                session.pins[lease.number] = feature
+        else:
+            books.counters["seals_second"] += 1
+            if retained:
+                session.pins[lease.number] = lease.slot
+            else:
+                books.free(lease.slot, now)
+        return feature
+
+    def abort(self, session: Session, numbers: Iterable[int], now: float) -> None:
+        """Leases given back unwritten."""
+        for number in numbers:
+            lease = session.leases.get(number)
+            if lease is None:
+                self.books.counters["unknown_leases"] += 1
+                continue
+            self._close(session, lease, now)
+            self.books.free(lease.slot, now)
+            self.books.counters["aborts"] += 1
+
+    def unpin(self, session: Session, numbers: Iterable[int], now: float) -> None:
+        """The writer's tensors over these sealed leases' slots are gone."""
+        for number in numbers:
+            pinned = session.pins.pop(number, None)
+            if pinned is None:
+                self.books.counters["unknown_leases"] += 1
+            elif isinstance(pinned, Slot):
+                self.books.free(pinned, now)
+            else:
+                pinned.pins.discard(number)
+                self.books.rest(pinned, now)
+
+    def break_all(self, session: Session, now: float) -> None:
+        """A writer's session ended: its slots are its own until its process is gone."""
+        for lease in list(session.leases.values()):
+            self._close(session, lease, now)
+            session.quarantine.append(lease.slot)
+            self.books.counters["leases_broken"] += 1
+
+    def _close(self, session: Session, lease: Lease, now: float) -> None:
+        del self.open[lease.number]
+        del session.leases[lease.number]
+        if lease.engine is not None:
+            lease.engine.in_flight -= lease.slot.nbytes
+            self.books.stirred = True
+        writing = self.books.flights[lease.place]
+        writing.remove(lease)
+        if not writing:
+            del self.books.flights[lease.place]
+        if not writing or lease.place in self.books.features:
+            self._landed(lease.place, now)
+
+
+def conflict(taken: Feature, nbytes: int) -> Failed:
+    """The key is taken by a feature of another form."""
+    form = taken.form
+    return Failed(
+        "DigestConflict",
+        f"the key is taken by a feature of other form ({form.modality}, {form.dtype} {tuple(form.shape)}, "
+        f"{form.nbytes} bytes), which stays; use another key, or a content key (key=None)",
+        {"requested": nbytes, "existing": form.nbytes},
+    )

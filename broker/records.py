@@ -1,0 +1,181 @@
+"""What the state machine remembers: one class for each thing it keeps books on."""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mmbroker.proto.form import Form
+from mmbroker.proto.keys import Key
+from mmbroker.proto.messages import Grant, Item, Reply
+from mmbroker.proto.reference import Reference
+
+from .pool import Slot
+from .timers import Timer
+
+#: How a feature is found: its namespace and key.
+Place = tuple[str, Key]
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A writer's right to one slot."""
+
+    number: int
+    session: int
+    place: Place
+    form: Form
+    slot: Slot
+    since: float
+    engine: Engine | None  # charged for it while it is written
+
+
+@dataclass(slots=True, eq=False)
+class Feature:
+    """Sealed, immutable content in a slot."""
+
+    number: int
+    place: Place
+    form: Form
+    slot: Slot
+    holds: set[int] = field(default_factory=set)
+    pins: set[int] = field(default_factory=set)  # leases whose writer still has a tensor over the slot
+    hits: int = 0
+    tainted: bool = False  # a process that cannot be traced may read it for ever: its slot is never reused
+
+    @property
+    def pinned(self) -> bool:
+        return bool(self.holds or self.pins)
+
+
+class Rank(enum.Enum):
+    """What a rank has said about a grant. A rank that has settled is struck off the hold."""
+
+    GRANTED = "granted"
+    ACKED = "acked"
+    DETACHED = (
+        "detached"  # its session is over, its process may live: nobody waits for its word, the slot does
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """One producer's claim on a feature for one engine (or for itself)."""
+
+    number: int
+    feature: Feature
+    engine: Engine | None
+    owner: int | None  # session; None: the producer is gone, and the hold goes on for a grace time
+    private: bool
+    since: float
+    ranks: dict[int, Rank] = field(default_factory=dict)  # by session
+    over: bool = False
+    ticket: Ticket | None = None
+    expiry: Timer | None = None
+
+    def reference(self, boot: bytes) -> Reference:
+        form, slot = self.feature.form, self.feature.slot
+        key = self.feature.place[1]
+        return Reference(
+            boot, self.number, self.feature.number, slot.generation, key.value, form.dtype, form.shape, form.nbytes,
+            form.parts,
+        )  # fmt: skip
+
+    def grant(self, boot: bytes) -> Grant:
+        slot = self.feature.slot
+        return Grant(
+            self.reference(boot), self.feature.form.modality, slot.segment, slot.offset, self.private
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """The ranks attached under one name in one namespace."""
+
+    name: str
+    namespace: str
+    world: int
+    ranks: dict[int, int] = field(default_factory=dict)  # rank -> session
+    in_flight: int = 0  # bytes of the features that it holds, each counted once, and of leases meant for it
+    uses: dict[int, int] = field(default_factory=dict)  # feature number -> holds
+
+    @property
+    def complete(self) -> bool:
+        return len(self.ranks) == self.world
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """An answer that waits until ranks have acknowledged grants."""
+
+    session: int
+    seq: int
+    engine: Engine
+    holds: list[Hold]
+    answer: Callable[[], Reply]
+    since: float
+    missing: int = 0  # grants not acknowledged yet
+    failure: str = ""
+    timer: Timer | None = None
+
+
+class Wait(enum.Enum):
+    """What a create or lookup waits for."""
+
+    ROOM = "room"
+    BUDGET = "budget"
+    FLIGHT = "flight"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A create (or a lookup: items without a form) that has not been served yet."""
+
+    number: int
+    session: int
+    seq: int
+    namespace: str
+    items: list[Item]
+    engine: Engine | None
+    private: bool
+    since: float
+    nbytes: int  # whole pages of its distinct items
+    lookup: bool = False
+    patient: bool = True  # False: it has waited for content keys' writers long enough
+    reason: Wait = Wait.ROOM
+    flights: list[Place] = field(default_factory=list)
+    timer: Timer | None = None
+    patience: Timer | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A connected client, or what is left of one whose process may still live (`ended`)."""
+
+    number: int
+    uid: int
+    pid: int
+    name: str
+    namespace: str
+    traceable: bool
+    since: float
+    ended: bool = False
+    released: bool = False  # its process said that it holds nothing of it any more
+    leases: dict[int, Lease] = field(default_factory=dict)
+    holds: dict[int, Hold] = field(default_factory=dict)  # that it owns
+    grants: dict[int, Hold] = field(default_factory=dict)  # that it has as a rank
+    unacked: dict[int, float] = field(default_factory=dict)  # hold -> when it was granted
+    pins: dict[int, Feature | Slot] = field(default_factory=dict)  # sealed leases it still has tensors over
+    quarantine: list[Slot] = field(default_factory=list)
+    segments: set[tuple[int, bool]] = field(default_factory=set)  # (number, writable) it was sent
+    engine: Engine | None = None
+    rank: int = 0
+    device: str = ""
+    access: str = ""
+    requests: dict[int, Request] = field(default_factory=dict)  # by seq
+    tickets: dict[int, Ticket] = field(default_factory=dict)  # by seq
+    answers: OrderedDict[int, Reply] = field(default_factory=OrderedDict)
+    forgotten: int = 0  # highest seq whose answer is no longer kept
+    tally: dict[str, int] = field(default_factory=dict)

@@ -1,0 +1,159 @@
+"""What the state machine says about itself: msgpack-native values, without secrets (ids, paths, descriptors)."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from .records import Engine, Feature, Request, Session
+
+if TYPE_CHECKING:
+    from .state import Broker
+
+
+def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
+    """Bytes are whole pages; ages are in seconds."""
+    books = broker.books
+    pool = books.pool
+    living = [s for s in books.sessions.values() if not s.ended]
+    ghosts = [s for s in books.sessions.values() if s.ended]
+    return {
+        "draining": broker.halting,
+        "pool": {
+            "tier": "host",
+            "limit": pool.limit,
+            "capacity": pool.capacity,
+            "used": pool.used,
+            "idle": pool.idle,
+            "held": pool.held,
+            "watermark": books.limits.watermark,
+            "growth_blocked": broker.admission.growth_blocked,
+        },
+        "arenas": _arenas(broker),
+        "features": len(books.features),
+        "features_idle": books.idle_count,
+        "leases": len(broker.leases.open),
+        "holds": len(broker.holds.open),
+        "holds_dismissed": sum(hold.over for hold in broker.holds.open.values()),
+        "quarantined": sum(slot.nbytes for s in ghosts for slot in s.quarantine),
+        "writer_pins": sum(len(s.pins) for s in books.sessions.values()),
+        "sessions": [_session(s, now) for s in living],
+        "ghosts": [_session(s, now) for s in ghosts],
+        "engines": [_engine(broker, engine, now) for engine in books.engines.values()],
+        "waiting": [_request(broker, r, now) for r in _waiting(broker)],
+        "waiting_count": len(broker.admission.queue)
+        + len({n for q in broker.admission.flying.values() for n in q}),
+        "timers": len(books.timers),
+        "counters": dict(books.counters),
+        "largest": [_feature(broker, f) for f in _largest(broker, features)],
+    }
+
+
+def _arenas(broker: Broker) -> list[dict[str, Any]]:
+    arenas: dict[str, dict[str, Any]] = {}
+    for segment in broker.books.pool.segments.values():
+        arena = arenas.setdefault(
+            segment.namespace,
+            {"tier": "host", "namespace": segment.namespace, "segments": 0, "growing": 0, "retired": 0, "bytes": 0,
+             "used": 0, "largest_free": 0},
+        )  # fmt: skip
+        arena["segments"] += 1
+        arena["growing"] += not segment.ready
+        arena["retired"] += segment.retired
+        arena["bytes"] += segment.allocator.nbytes
+        arena["used"] += segment.allocator.used
+        if segment.ready and not segment.retired:
+            arena["largest_free"] = max(arena["largest_free"], segment.allocator.largest_free)
+    return list(arenas.values())
+
+
+def _session(session: Session, now: float) -> dict[str, Any]:
+    return {
+        "name": session.name,
+        "uid": session.uid,
+        "pid": session.pid,
+        "namespace": session.namespace,
+        "traceable": session.traceable,
+        "age": round(now - session.since, 3),
+        "leases": len(session.leases),
+        "holds": len(session.holds),
+        "grants": len(session.grants),
+        "unacked": len(session.unacked),
+        "waiting": len(session.requests) + len(session.tickets),
+        "quarantined": sum(slot.nbytes for slot in session.quarantine),
+        "engine": session.engine.name if session.engine is not None else None,
+        "tally": session.tally,
+    }
+
+
+def _engine(broker: Broker, engine: Engine, now: float) -> dict[str, Any]:
+    ranks = []
+    for rank, number in sorted(engine.ranks.items()):
+        session = broker.books.sessions[number]
+        oldest = next(iter(session.unacked.items()), None)
+        silent = now - oldest[1] if oldest else 0.0
+        ranks.append(
+            {
+                "rank": rank,
+                "name": session.name,
+                "pid": session.pid,
+                "device": session.device,
+                "access": session.access,
+                "grants": len(session.grants),
+                "unacked": len(session.unacked),
+                "unacked_for": round(silent, 3),
+                "unacked_feature": session.grants[oldest[0]].feature.number if oldest else None,
+                "lagging": silent >= broker.limits.lagging_after,
+            }
+        )
+    return {
+        "engine": engine.name,
+        "namespace": engine.namespace,
+        "world": engine.world,
+        "complete": engine.complete,
+        "in_flight": engine.in_flight,
+        "features": len(engine.uses),
+        "budget": broker.books.budget(),
+        "ranks": ranks,
+    }
+
+
+def _waiting(broker: Broker) -> list[Request]:
+    found = {n: r for waiting in broker.admission.flying.values() for n, r in waiting.items()}
+    found.update(broker.admission.queue)
+    return [found[n] for n in islice(sorted(found), 100)]
+
+
+def _request(broker: Broker, request: Request, now: float) -> dict[str, Any]:
+    return {
+        "client": broker.books.sessions[request.session].name,
+        "for": request.reason.value,
+        "items": len(request.items),
+        "bytes": request.nbytes,
+        "engine": request.engine.name if request.engine is not None else None,
+        "age": round(now - request.since, 3),
+    }
+
+
+def _largest(broker: Broker, count: int) -> list[Feature]:
+    if not count:
+        return []
+    return sorted(broker.books.features.values(), key=lambda f: -f.form.nbytes)[:count]
+
+
+def _feature(broker: Broker, feature: Feature) -> dict[str, Any]:
+    namespace, key = feature.place
+    engines = {h.engine.name for n in feature.holds if (h := broker.holds.open[n]).engine is not None}
+    return {
+        "feature": feature.number,
+        "namespace": namespace,
+        "kind": key.kind.name.lower(),
+        "key": key.value.hex(),
+        "modality": feature.form.modality,
+        "dtype": feature.form.dtype,
+        "shape": list(feature.form.shape),
+        "bytes": feature.form.nbytes,
+        "holds": len(feature.holds),
+        "engines": sorted(engines),
+        "hits": feature.hits,
+    }

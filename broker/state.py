@@ -1,0 +1,340 @@
+"""The broker as a pure state machine: an event in, effects out. No I/O, no clock, no torch.
+
+`Broker.handle(event, now)` is the whole interface, with `next_deadline` for the shell's one timer. An exception out of
+`handle` means that the broker's own books are wrong: the shell logs it and exits, and the engines carry on without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from mmbroker.proto import messages as m
+from mmbroker.proto.form import Form
+
+from . import report
+from .admission import Admission
+from .books import Books
+from .events import (
+    Called,
+    Drain,
+    Effect,
+    Event,
+    Halt,
+    Limits,
+    ProcessGone,
+    SegmentFailed,
+    SegmentReady,
+    SessionEnded,
+    SessionOpened,
+    Tick,
+)
+from .holds import Holds
+from .records import Engine, Feature, Session
+
+_NOTHING = Form("uint8", (0,), 0)
+_NAME_LIMIT = 128
+
+
+class Broker:
+    """Sessions, and who answers which call. Slots, leases and holds are kept by the parts."""
+
+    def __init__(self, limits: Limits, boot: bytes) -> None:
+        self.limits = limits
+        self.boot = boot
+        self.books = Books(limits, boot)
+        self.holds = Holds(self.books)
+        self.admission = Admission(self.books, self.holds)
+        self.leases = self.admission.leases
+        self.halting = False
+        self._halted = False
+        self._calls: dict[type, Callable[[Session, int, Any, float, float], None]] = {
+            m.Create: self._create,
+            m.Lookup: self._lookup,
+            m.Seal: self._seal,
+            m.Attach: self._attach,
+            m.Detach: self._detach,
+            m.Released: self._released,
+            m.Status: self._status,
+            m.Shutdown: self._shutdown,
+            m.Abort: lambda s, _seq, call, now, _: self.leases.abort(s, call.leases, now),
+            m.Drop: lambda s, _seq, call, now, _: self.holds.drop(s, call.holds, now),
+            m.Unpin: lambda s, _seq, call, now, _: self.leases.unpin(s, call.leases, now),
+            m.Ack: lambda s, _seq, call, now, _: self.holds.ack(s, call.holds, call.failed, call.reason, now),
+            m.Settle: lambda s, _seq, call, now, _: self.holds.settle(s, call.holds, now),
+            m.Tally: self._tally,
+        }
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """What follows from an event. `now` is in seconds on a clock that never goes back."""
+        books = self.books
+        match event:
+            case Called():
+                session = books.sessions.get(event.session)
+                if session is not None and not session.ended:
+                    self._call(session, event, now)
+            case SessionOpened():
+                books.sessions[event.session] = Session(
+                    event.session, event.uid, event.pid, event.name, event.namespace, event.traceable, now
+                )
+                books.counters["sessions"] += 1
+            case SessionEnded():
+                self._ended(event.session, event.alive, now)
+            case ProcessGone():
+                session = books.sessions.get(event.session)
+                if session is not None and session.ended:
+                    self._gone(session, now)
+            case SegmentReady():
+                self.admission.segment_ready(event.segment, now)
+            case SegmentFailed():
+                self.admission.segment_failed(event.segment, event.reason, now)
+            case Drain():
+                self._drain(event.grace, now)
+            case Tick():
+                pass
+        books.timers.run(now)
+        books.trim(now)
+        self.admission.pump(now)
+        if self.halting and not self._halted and not self.leases.open and not self._tickets():
+            self._halt("drained")
+        return books.out.flush()
+
+    def next_deadline(self) -> float | None:
+        """When the shell must send a `Tick`, at the latest; None: whenever the next event comes."""
+        return self.books.timers.next()
+
+    def report(self, now: float, features: int = 0) -> dict[str, Any]:
+        """Everything an operator may ask, as msgpack-native values; `features` largest features are listed."""
+        return report.make(self, now, features)
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def _call(self, session: Session, event: Called, now: float) -> None:
+        seq, body = event.seq, event.body
+        self.books.counters[type(body).__name__.lower() + "_calls"] += 1
+        casts = isinstance(body, (m.Abort, m.Drop, m.Unpin, m.Ack, m.Settle, m.Tally))
+        if seq == 0:
+            if casts:
+                self._calls[type(body)](session, 0, body, now, now)
+            else:
+                self.books.counters["unanswerable_calls"] += 1
+            return
+        if seq in session.answers:
+            self.books.counters["repeated_calls"] += 1
+            self.books.out.answer(session.number, seq, session.answers[seq])
+            return
+        if seq in session.requests or seq in session.tickets:
+            self.books.counters["repeated_calls"] += 1
+            return
+        if not 0 < seq < 1 << 63 or seq <= session.forgotten:
+            text = f"call number {seq} is not new, and its answer is no longer kept: number calls upwards"
+            self.books.out.answer(
+                session.number, max(0, min(seq, (1 << 63) - 1)), m.Failed("InvalidMessage", text)
+            )
+            return
+        if not math.isfinite(event.timeout):
+            self.books.respond(
+                session, seq, m.Failed("InvalidMessage", "a timeout is a finite number of seconds")
+            )
+            return
+        pending = len(session.requests) + len(session.tickets)
+        if pending >= self.limits.pending_per_session:
+            self.books.counters["quota_refusals"] += 1
+            text = (
+                f"{pending} calls of this client are waiting, the limit is {self.limits.pending_per_session}: "
+                "wait for some to end, or raise --pending-per-session"
+            )
+            figures = {"requested": 1, "used": pending, "limit": self.limits.pending_per_session}
+            self.books.respond(session, seq, m.Failed("QuotaExceeded", text, figures))
+            return
+        deadline = now + min(max(event.timeout, 0.0), self.limits.max_timeout)
+        self._calls[type(body)](session, seq, body, now, deadline)
+        if casts:
+            self.books.respond(session, seq, m.Done())
+
+    def _create(self, session: Session, seq: int, call: m.Create, now: float, deadline: float) -> None:
+        if call.tier != "host":
+            text = f"this broker has no arena of tier {call.tier!r}: use tier='host'"
+            self.books.respond(session, seq, m.Failed("InvalidMessage", text))
+            return
+        engine, refusal = self._engine(session, call.to)
+        if refusal is not None:
+            self.books.respond(session, seq, refusal)
+            return
+        self.admission.submit(session, seq, call.items, engine, call.private, now, deadline)
+
+    def _lookup(self, session: Session, seq: int, call: m.Lookup, now: float, deadline: float) -> None:
+        engine, refusal = self._engine(session, call.to)
+        if refusal is not None:
+            self.books.respond(session, seq, refusal)
+            return
+        items = [m.Item(key, _NOTHING) for key in call.keys]
+        self.admission.submit(session, seq, items, engine, call.private, now, deadline, lookup=True)
+
+    def _seal(self, session: Session, seq: int, call: m.Seal, now: float, deadline: float) -> None:
+        engine, refusal = self._engine(session, call.to)
+        if refusal is not None:
+            self.books.respond(session, seq, refusal)
+            return
+        self.leases.seal(session, seq, call, engine, now, deadline)
+
+    def _engine(self, session: Session, name: str | None) -> tuple[Engine | None, m.Failed | None]:
+        """The attached engine of that name in the session's namespace."""
+        if name is None:
+            return None, None
+        engine = self.books.engines.get((session.namespace, name))
+        if engine is not None and engine.complete:
+            return engine, None
+        self.books.counters["no_such_engine"] += 1
+        attached = sorted(
+            e.name for e in self.books.engines.values() if e.namespace == session.namespace and e.complete
+        )
+        have = ", ".join(attached) if attached else "none"
+        if engine is not None:
+            missing = sorted(set(range(engine.world)) - set(engine.ranks))
+            text = f"engine {name[:_NAME_LIMIT]!r} lacks rank(s) {missing}; attached engines: {have}"
+        else:
+            text = f"no engine {name[:_NAME_LIMIT]!r} is attached; attached engines: {have}"
+        return None, m.Failed("NoSuchEngine", text + "; start it, or seal with to=None")
+
+    def _attach(self, session: Session, seq: int, call: m.Attach, now: float, deadline: float) -> None:
+        refusal = self._attach_refusal(session, call)
+        if refusal:
+            self.books.respond(session, seq, m.Failed("InvalidMessage", refusal))
+            return
+        place = (session.namespace, call.engine)
+        engine = self.books.engines.get(place)
+        if engine is None:
+            engine = self.books.engines[place] = Engine(call.engine, session.namespace, call.world)
+        engine.ranks[call.rank] = session.number
+        session.engine, session.rank = engine, call.rank
+        session.device, session.access = call.device, call.access
+        self.books.stirred = True
+        self.books.respond(session, seq, m.Attached(engine.complete))
+
+    def _attach_refusal(self, session: Session, call: m.Attach) -> str:
+        if not 0 < len(call.engine) <= _NAME_LIMIT:
+            return f"an engine's name has 1 to {_NAME_LIMIT} characters"
+        if not 0 <= call.rank < call.world <= 4096:
+            return f"rank {call.rank} of {call.world} is not possible: ranks count from 0, and a world has at most 4096"
+        if call.access not in ("readonly", "copy"):
+            return f"access is 'readonly' or 'copy', not {call.access!r}"
+        if session.engine is not None:
+            return (
+                f"this client is rank {session.rank} of engine {session.engine.name!r} already: "
+                "close that table, or connect another client"
+            )
+        engine = self.books.engines.get((session.namespace, call.engine))
+        if engine is None:
+            return ""
+        if engine.world != call.world:
+            return f"engine {call.engine!r} is attached with a world of {engine.world}, not {call.world}"
+        other = engine.ranks.get(call.rank)
+        if other is not None:
+            holder = self.books.sessions[other]
+            return (
+                f"rank {call.rank} of engine {call.engine!r} is attached by {holder.name!r} (pid {holder.pid}): "
+                "give each engine a name of its own"
+            )
+        return ""
+
+    def _detach(self, session: Session, seq: int, call: m.Detach, now: float, deadline: float) -> None:
+        self._leave_engine(session)
+        self.books.respond(session, seq, m.Done())
+
+    def _leave_engine(self, session: Session) -> None:
+        """No further grants to this rank."""
+        engine = session.engine
+        if engine is not None:
+            session.engine = None
+            del engine.ranks[session.rank]
+            if not engine.ranks:
+                del self.books.engines[engine.namespace, engine.name]
+            self.books.stirred = True
+
+    def _released(self, session: Session, seq: int, call: m.Released, now: float, deadline: float) -> None:
+        old = self.books.sessions.get(call.session)
+        if old is None or old is session:
+            self.books.respond(session, seq, m.Done())
+            return
+        if (old.uid, old.pid, old.namespace) != (session.uid, session.pid, session.namespace):
+            text = "that session belongs to another process, or is not known: release only your own"
+            self.books.respond(session, seq, m.Failed("UnknownSession", text))
+            return
+        old.released = True
+        if old.ended:
+            self._gone(old, now)
+        self.books.respond(session, seq, m.Done())
+
+    def _status(self, session: Session, seq: int, call: m.Status, now: float, deadline: float) -> None:
+        self.books.respond(session, seq, m.Report(self.report(now, min(max(call.features, 0), 1000))))
+
+    def _shutdown(self, session: Session, seq: int, call: m.Shutdown, now: float, deadline: float) -> None:
+        self.books.respond(session, seq, m.Done())
+        self._drain(Drain().grace, now)
+
+    def _tally(self, session: Session, seq: int, call: m.Tally, now: float, deadline: float) -> None:
+        if len(call.counts) <= 64 and all(len(name) <= 64 for name in call.counts):
+            session.tally = call.counts
+        else:
+            self.books.counters["tallies_refused"] += 1
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _ended(self, number: int, alive: bool, now: float) -> None:
+        """The lifeline is cut. What the process may still touch stays its own until the process is gone."""
+        session = self.books.sessions.get(number)
+        if session is None or session.ended:
+            return
+        self.admission.forget_session(session)
+        self.holds.orphan(session, now)
+        self.leases.break_all(session, now)
+        self._leave_engine(session)
+        session.ended = True
+        session.answers.clear()
+        self.holds.detach(session, now)
+        if not alive or session.released:
+            self._gone(session, now)
+        elif not session.traceable:
+            self._untraceable(session, now)
+
+    def _gone(self, session: Session, now: float) -> None:
+        """The process is gone, or has said that it let go: it has settled everything."""
+        self.holds.settle(session, list(session.grants), now)
+        self.leases.unpin(session, list(session.pins), now)
+        for slot in session.quarantine:
+            self.books.free(slot, now)
+        session.quarantine.clear()
+        del self.books.sessions[session.number]
+
+    def _untraceable(self, session: Session, now: float) -> None:
+        """Nobody will ever tell when the process is gone: what it can touch is never reused."""
+        for hold in session.grants.values():
+            hold.feature.tainted = True
+        slots, session.quarantine = session.quarantine, []
+        for number, pinned in list(session.pins.items()):
+            if isinstance(pinned, Feature):
+                pinned.tainted = True
+            else:
+                slots.append(pinned)
+                del session.pins[number]
+        for slot in slots:
+            self.books.abandon(slot, now)
+        self._gone(session, now)
+
+    def _tickets(self) -> bool:
+        return any(session.tickets for session in self.books.sessions.values())
+
+    def _drain(self, grace: float, now: float) -> None:
+        if not self.halting:
+            self.halting = True
+            self.admission.drain()
+            self.books.timers.at(
+                now + grace, lambda _: self._halt(f"{len(self.leases.open)} lease(s) left open")
+            )
+
+    def _halt(self, reason: str) -> None:
+        if not self._halted:
+            self._halted = True
+            self.books.out.add(Halt(reason))
