@@ -18,11 +18,11 @@ from mmbroker.proto.messages import Created, Failed, Found, Hit, Item, Pending, 
 
 from .arena.allocator import round_up
 from .books import Books
-from .events import Grow
 from .holds import Holds
 from .leases import Leases, conflict
-from .pool import Segment, Slot
+from .pool import Slot
 from .records import Engine, Feature, Hold, Place, Request, Session, Wait
+from .room import Room
 
 
 class Admission:
@@ -32,7 +32,7 @@ class Admission:
         self.leases = Leases(books, holds, self._landed)
         self.queue: OrderedDict[int, Request] = OrderedDict()  # waits for room or budget, in order of arrival
         self.flying: dict[Place, OrderedDict[int, Request]] = {}  # waits for a key's writer
-        self.growth_blocked: str = ""  # why no segment can be had at present
+        self.room = Room(books)
         self.draining = False
         self._numbers = count(1)
 
@@ -134,7 +134,7 @@ class Admission:
         request.reason = Wait.ROOM
         if fresh and not may_allocate:
             return False
-        slots = self._allocate(request.namespace, list(fresh.values()), list(hits.values()), now)
+        slots = self.room.allocate(request.namespace, list(fresh.values()), list(hits.values()), now)
         if slots is None:
             return self._hopeless(request)
         self._commit(request, found, dict(zip(fresh, slots, strict=True)), now)
@@ -183,104 +183,10 @@ class Admission:
             session, request.seq, request.engine, holds, lambda: answer, now, deadline
         )
 
-    # --- room -------------------------------------------------------------------------------------------------------
-
-    def _allocate(
-        self, namespace: str, items: list[Item], hits: list[Feature], now: float
-    ) -> list[Slot] | None:
-        """Slots for all items, or none at all. Evicts what is idle, except `hits`; asks for a segment if need be."""
-        books = self.books
-        need = sum(round_up(item.form.nbytes) for item in items)
-        stirred = books.stirred  # what is evicted here is for this request, and no news to those behind it
-        resting = [feature for feature in hits if not feature.pinned]
-        for feature in resting:
-            books.wake(feature)
-        slots: list[Slot] | None = []
-        if need > books.pool.limit - books.pool.held:
-            slots = None
-        for item in items if slots is not None else ():
-            slot = self._one(namespace, item.form.nbytes, now)
-            if slot is None:
-                for taken in slots or ():
-                    books.unallocate(taken, now)
-                slots = None
-                break
-            assert slots is not None
-            slots.append(slot)
-        for feature in resting:
-            books.rest(feature, now)
-        books.stirred = stirred
-        if slots and need:
-            self._grow_ahead(namespace)
-        return slots
-
-    def _one(self, namespace: str, nbytes: int, now: float) -> Slot | None:
-        books, pool = self.books, self.books.pool
-        slot = pool.allocate(namespace, nbytes)
-        if slot is not None or pool.growing(namespace, nbytes):
-            return slot
-        if self._grow(namespace, nbytes):
-            return None
-        if any(s.ready and s.allocator.nbytes >= nbytes for s in pool.arena(namespace)):
-            while resting := books.idle.get(namespace):
-                books.evict(next(iter(resting.values())), "room", now)
-                slot = pool.allocate(namespace, nbytes)
-                if slot is not None:
-                    return slot
-        if not self.growth_blocked:
-            for segment in list(pool.segments.values()):
-                if pool.limit - pool.capacity >= round_up(nbytes):
-                    break
-                if segment.ready and not segment.pinned and not segment.retired:
-                    self._empty(segment, now)
-            self._grow(namespace, nbytes)
-        return None
-
-    def _empty(self, segment: Segment, now: float) -> None:
-        """Evict everything from a segment that has nothing but idle features, and give it back."""
-        for number in list(segment.features):
-            self.books.evict(self.books.numbered[number], "room", now)
-        self.books.discard(segment)
-
-    def _grow(self, namespace: str, nbytes: int) -> bool:
-        size = None if self.growth_blocked else self.books.pool.next_size(nbytes)
-        if size is None:
-            return False
-        segment = self.books.pool.grow(namespace, size)
-        self.books.counters["segments_grown"] += 1
-        self.books.out.add(Grow(segment.number, "host", size))
-        return True
-
-    def _grow_ahead(self, namespace: str) -> None:
-        """Have the next segment on its way before somebody has to wait for it."""
-        pool = self.books.pool
-        free = max((s.allocator.largest_free for s in pool.arena(namespace)), default=0)
-        if free < pool.segment_bytes // 4 and not pool.growing(namespace):
-            self._grow(namespace, pool.segment_bytes // 4)
-
-    def segment_ready(self, number: int, now: float) -> None:
-        segment = self.books.pool.segments[number]
-        segment.ready = True
-        segment.empty_since = now
-        self.books.watch_empty(segment, now)
-        self.books.stirred = True
-
-    def segment_failed(self, number: int, reason: str, now: float) -> None:
-        """No segment can be had: what waits is told at its deadline, or at once if it can never fit what there is."""
-        self.books.pool.remove(number)
-        self.books.counters["segments_refused"] += 1
-        self.growth_blocked = reason
-        self.books.timers.at(now + self.books.limits.grow_retry, self._unblock)
-        self.books.stirred = True
-
-    def _unblock(self, now: float) -> None:
-        self.growth_blocked = ""
-        self.books.stirred = True
-
     def _hopeless(self, request: Request) -> bool:
         """If growth is refused and the request is larger than all there is, say so at once."""
         arena = sum(s.allocator.nbytes for s in self.books.pool.arena(request.namespace) if s.ready)
-        if not self.growth_blocked or request.nbytes <= arena:
+        if not self.room.blocked or request.nbytes <= arena:
             return False
         self._finish(request, self._full(request))
         return True
@@ -406,10 +312,10 @@ class Admission:
                 f"{request.nbytes} more do not fit; end some of its requests, or raise --host-mib",
                 {"requested": request.nbytes, "free": max(0, budget - engine.in_flight), "limit": budget},
             )
-        if self.growth_blocked:
+        if self.room.blocked:
             return self._pool_full(
                 request.nbytes,
-                f"the arena cannot grow: {self.growth_blocked}",
+                f"the arena cannot grow: {self.room.blocked}",
                 "free memory, or raise that limit",
                 limit=pool.capacity,
             )

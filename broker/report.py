@@ -27,7 +27,7 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
             "idle": pool.idle,
             "held": pool.held,
             "watermark": books.limits.watermark,
-            "growth_blocked": broker.admission.growth_blocked,
+            "growth_blocked": broker.admission.room.blocked,
         },
         "arenas": _arenas(broker),
         "features": len(books.features),

@@ -86,9 +86,9 @@ class Broker:
                 if session is not None and session.ended:
                     self._gone(session, now)
             case SegmentReady():
-                self.admission.segment_ready(event.segment, now)
+                self.admission.room.segment_ready(event.segment, now)
             case SegmentFailed():
-                self.admission.segment_failed(event.segment, event.reason, now)
+                self.admission.room.segment_failed(event.segment, event.reason, now)
             case Drain():
                 self._drain(event.grace, now)
             case Tick():
