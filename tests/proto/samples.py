@@ -1,0 +1,98 @@
+"""One of every message. `python -m tests.proto.samples` prints the golden file for them."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+
+from mmbroker.proto import messages as m
+from mmbroker.proto.form import list_form, tensor_form
+from mmbroker.proto.keys import Key
+from mmbroker.proto.reference import PROTOCOL_VERSION, Reference
+
+BOOT = bytes(range(16))
+DIGEST = bytes(range(32, 64))
+FORM = tensor_form("float32", (4, 1176), "image")
+PARTS = list_form([("bfloat16", (2, 3)), ("int64", ())], "audio")
+REF = Reference(BOOT, 7, 1 << 40, (1 << 63) - 1, DIGEST, FORM.dtype, FORM.shape, FORM.nbytes)
+REF_PARTS = Reference(BOOT, 8, 9, 10, DIGEST, PARTS.dtype, PARTS.shape, PARTS.nbytes, PARTS.parts)
+KEYS = [Key.content(DIGEST), Key.derived(DIGEST), Key.caller("a name")]
+
+LIFELINE: dict[str, msgspec.Struct] = {
+    "hello": m.Hello(PROTOCOL_VERSION, "worker-0"),
+    "hello with a namespace": m.Hello(PROTOCOL_VERSION, "worker-0", "uid-1000"),
+    "welcome": m.Welcome(PROTOCOL_VERSION, BOOT, (1 << 62) + 1, bytes(16), "control.sock", "uid-1000", "cpu"),
+    "refused": m.Refused("QuotaExceeded", "64 sessions are connected", {"used": 64, "limit": 64}),
+    "segment": m.SegmentFd(3, 64 << 20, True),
+}
+
+BODIES: dict[str, m.Body] = {
+    "create": m.Create([m.Item(KEYS[0], FORM), m.Item(KEYS[2], PARTS)], "engine-a"),
+    "create, private": m.Create([m.Item(KEYS[1], FORM)], private=True),
+    "lookup": m.Lookup(KEYS, "engine-a", True),
+    "seal": m.Seal([m.Sealing(5), m.Sealing(6, True)], "engine-a"),
+    "attach": m.Attach("engine-a", 1, 2),
+    "attach, read-only": m.Attach("engine-a", 0, 1, "cuda:0", "readonly"),
+    "detach": m.Detach(),
+    "released": m.Released((1 << 62) + 1),
+    "status": m.Status(20),
+    "shutdown": m.Shutdown(),
+    "abort": m.Abort([5]),
+    "drop": m.Drop([7, 1 << 40]),
+    "unpin": m.Unpin([6]),
+    "ack": m.Ack([7]),
+    "ack, failed": m.Ack([], [8], "out of memory"),
+    "settle": m.Settle([7]),
+    "tally": m.Tally({"takes": 12, "fallbacks": 0}),
+}
+CALLS: dict[str, msgspec.Struct] = {
+    f"call: {name}": m.Call(PROTOCOL_VERSION, BOOT, 11, seq, 2.5, body)
+    for seq, (name, body) in enumerate(BODIES.items())
+}
+
+REPLIES: dict[str, m.Reply] = {
+    "created": m.Created([m.Hit(REF), m.Leased(5, 3, 4096, 6), m.Pending()]),
+    "found": m.Found([REF, None]),
+    "sealed": m.Sealed([REF, REF_PARTS]),
+    "attached": m.Attached(True),
+    "done": m.Done(),
+    "report": m.Report({"boot": "00", "arenas": [{"used": 1}], "share": 0.5, "none": None}),
+    "failed": m.Failed("PoolFull", "no room", {"requested": 3, "free": 2, "limit": 1}),
+}
+NOTICES: dict[str, msgspec.Struct] = {
+    "granted": m.Granted([m.Grant(REF, "image", 3, 4096), m.Grant(REF_PARTS, "audio", 0, 0, True)]),
+    "dismissed": m.Dismissed([7, 8]),
+    "broken": m.Broken([5]),
+    "retired": m.Retired([3]),
+}
+DOWNLINK = {f"answer: {name}": m.Answer(4, body) for name, body in REPLIES.items()} | NOTICES
+
+DECODERS = {"lifeline": m.decode_lifeline, "call": m.decode_call, "downlink": m.decode_downlink}
+SAMPLES = {
+    (channel, name): message
+    for channel, samples in {"lifeline": LIFELINE, "call": CALLS, "downlink": DOWNLINK}.items()
+    for name, message in samples.items()
+}
+
+
+def view(message: msgspec.Struct) -> object:
+    """What a reader sees, as JSON has it (bytes in base64)."""
+    return json.loads(msgspec.json.encode(message))
+
+
+def golden() -> list[dict[str, object]]:
+    """Every sample as bytes, and as what a reader sees."""
+    return [
+        {
+            "channel": channel,
+            "name": name,
+            "hex": m.encode(message).hex(),
+            "view": view(message),
+        }
+        for (channel, name), message in SAMPLES.items()
+    ]
+
+
+if __name__ == "__main__":
+    print(json.dumps(golden(), indent=1))
