@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from itertools import count
 
 from mmbroker.proto.messages import Dismissed, Grant, Granted, Reply, Report, Retired
 
@@ -71,6 +72,7 @@ class Books:
         self.numbered: dict[int, Feature] = {}
         self.idle: dict[str, OrderedDict[int, Feature]] = {}  # by namespace, least recently used first
         self.idle_count = 0
+        self._rests = count(1)
         self.flights: dict[Place, list[Lease]] = {}  # keys that are being written
         self.stirred = False  # room or budget may have become free: look at what waits
 
@@ -100,6 +102,7 @@ class Books:
         if feature.pinned or feature.number not in self.numbered:
             return
         self.pool.set_idle(feature.slot, True)
+        feature.rested = next(self._rests)
         namespace = feature.place[0]
         self.idle.setdefault(namespace, OrderedDict())[feature.number] = feature
         self.idle_count += 1
@@ -138,7 +141,8 @@ class Books:
         high = pool.limit - int(pool.limit * limits.watermark)
         while self.idle_count and (pool.used > high or self.idle_count > limits.cached_features):
             reason = "watermark" if pool.used > high else "count"
-            self.evict(next(iter(next(iter(self.idle.values())).values())), reason, now)
+            oldest = (next(iter(resting.values())) for resting in self.idle.values())
+            self.evict(min(oldest, key=lambda feature: feature.rested), reason, now)
 
     # --- slots and segments -----------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ class Feature:
     holds: set[int] = field(default_factory=set)
     pins: set[int] = field(default_factory=set)  # leases whose writer still has a tensor over the slot
     hits: int = 0
+    rested: int = 0  # when it became idle, as a running number: the lowest was used least recently
     tainted: bool = False  # a process that cannot be traced may read it for ever: its slot is never reused
 
     @property
