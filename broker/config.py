@@ -1,8 +1,8 @@
 """Settings of the broker: flags, then ``MMBROKER_*`` variables, then a TOML file, then defaults. Resolved once.
 
-Every setting has one name, written ``--host-mib`` as a flag, ``MMBROKER_HOST_MIB`` as a variable and ``host_mib`` in the
-file; so have the state machine's `Limits`, by their own names. Unknown names in the file are refused. Unknown variables
-are not: orchestrators set some with this prefix for a service of this name, and clients have their own.
+Every setting has one name, written ``--host-mib`` as a flag, ``MMBROKER_HOST_MIB`` as a variable and ``host_mib`` in
+the file; so have the state machine's `Limits`, by their own names. Unknown names in the file are refused. Unknown
+variables are not: orchestrators set some with this prefix for a service of this name, and clients have their own.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ class ConfigError(BrokerError):
     """A setting makes no sense. The message names it, where it came from, and what it may be."""
 
 
-class _Own(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Own(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The settings that are no limits of the state machine. Sizes in MiB, times in seconds."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = "cpu"
     host_mib: Annotated[int, Meta(ge=1)] = 0
     segment_mib: Annotated[int, Meta(ge=1)] = Limits().segment_bytes // MIB
     allow_uid: frozenset[Annotated[int, Meta(ge=0, lt=(1 << 32) - 1)]] = frozenset()
-    drain: Annotated[float, Meta(ge=0)] = 5.0
 
 
 class Settings(_Own, frozen=True, kw_only=True):
@@ -87,9 +86,7 @@ def _with(own: _Own, limits: Limits, source: str, name: str, value: object) -> t
             if getattr(limits, name) < (least := 1 if isinstance(getattr(limits, name), int) else 0):
                 raise msgspec.ValidationError(f"Expected a number >= {least}")
         else:
-            own = msgspec.convert(
-                {**msgspec.structs.asdict(own), "host_mib": 1, name: value}, _Own, strict=False
-            )
+            own = msgspec.convert({**msgspec.to_builtins(own), name: value}, _Own, strict=False)
     except msgspec.ValidationError as error:
         # msgspec writes "Expected `int` - at `$.host_mib`".
         problem = str(error).partition(" - at ")[0]

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +141,8 @@ class RawClient:
         try:
             self.lifeline.connect(str(directory / "lifeline.sock"))
             first = m.Hello(PROTOCOL_VERSION, name, namespace) if hello is None else hello
-            try:
+            with suppress(BrokenPipeError):  # refused before it spoke; the reason can still be read
                 self.lifeline.send(first if isinstance(first, bytes) else m.encode(first))
-            except BrokenPipeError:
-                pass  # refused before it spoke; the reason can still be read
             answer = m.decode_lifeline(self.lifeline.recv(m.MAX_MESSAGE))
             if isinstance(answer, m.Refused):
                 self.refused = answer

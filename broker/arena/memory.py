@@ -1,8 +1,9 @@
 """How much memory may still be allocated here, and whose limit says so.
 
-Over the memory limit of a control group, filling a memfd does not fail: the kernel kills. So the limits are read before
-memory is taken: what the machine has available, and every group from this process's own up to the root, in both
-versions of control groups. Of each, a margin is left alone. Page cache counts as free: the kernel gives it up on demand.
+Over the memory limit of a control group, filling a memfd does not fail: the kernel kills. So the limits are read
+before memory is taken: what the machine has available, and every group from this process's own up to the root, in both
+versions of control groups. Of each, a margin is left alone. Page cache counts as free: the kernel gives it up on
+demand.
 
 `machine` is where ``/proc`` and ``/sys`` are found: the root directory, or a copy of the files that matter.
 """
