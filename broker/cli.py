@@ -1,0 +1,282 @@
+"""The command line.
+
+Exit codes: 0 fine, 1 failed, 2 usage, 3 no broker there. Every error is one sentence on stderr.
+Each command imports what it needs when it runs, so that `--help` is quick and the daemon never loads torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from mmbroker.proto.errors import BrokerError
+
+if TYPE_CHECKING:
+    from .link import Link
+
+FAILED: Final = 1
+NO_BROKER: Final = 3
+
+_Command = TypeVar("_Command", bound=Callable[..., None])
+
+
+class NoBroker(BrokerError):
+    """Nothing runs where a command looked for a broker."""
+
+
+class _Commands(click.Group):
+    """Turns our errors into one sentence and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except NoBroker as error:
+            _complain(error)
+            ctx.exit(NO_BROKER)
+        except BrokerError as error:
+            _complain(error)
+            ctx.exit(FAILED)
+
+
+def _complain(error: BrokerError) -> None:
+    click.echo(f"mmbroker: {error}", err=True)
+
+
+@click.group(
+    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.version_option(package_name="mmbroker", message="mmbroker %(version)s")
+def main() -> None:
+    """Carry multimodal features to inference engines, so that their schedulers only look them up.
+
+    One broker runs beside the engines of a machine. Start it, then start engines and workers that use it:
+
+    \b
+      mmbroker start --cpu --host-mib 4096
+      python -m sglang.launch_server --mm-transport broker ...
+
+    Brokers and their clients meet in a directory: $MMBROKER_DIR, else $XDG_RUNTIME_DIR/mmbroker, else
+    /tmp/mmbroker-UID. Every process that has the same one finds the broker by itself.
+    """
+
+
+# --- start ----------------------------------------------------------------------------------------------------------
+
+
+def _not_yet(ctx: click.Context, option: click.Parameter, value: object) -> None:
+    if value is not None:
+        raise click.UsageError(f"{option.opts[0]}: this version has no device arena and no web page", ctx)
+
+
+def _absent(command: _Command) -> _Command:
+    """Options that a later version will have. They are refused by name, and not listed."""
+    for name in ("--gpu", "--device-mib", "--device-reserve-mib", "--device-headroom-mib", "--http"):
+        command = click.option(name, hidden=True, expose_value=False, callback=_not_yet)(command)
+    return command
+
+
+@main.command()
+@click.option(
+    "--cpu",
+    is_flag=True,
+    expose_value=False,
+    help="A broker with a host arena only: the only kind so far, so the default.",
+)
+@click.option("--name", metavar="NAME", help="The broker's name, if several run here.  [default: cpu]")
+@click.option(
+    "--host-mib",
+    type=click.IntRange(min=1),
+    metavar="MIB",
+    help="Most host memory for features; it is taken as it is needed.  [default: a quarter of what is free]",
+)
+@click.option(
+    "--allow-uid",
+    type=click.IntRange(min=0),
+    multiple=True,
+    metavar="UID",
+    help="Let this user connect, too. May be repeated.",
+)
+@click.option(
+    "--config", type=click.Path(dir_okay=False), metavar="FILE", help="A TOML file with further settings."
+)
+@_absent
+def start(name: str | None, host_mib: int | None, allow_uid: tuple[int, ...], config: str | None) -> None:
+    """Run a broker in the foreground.
+
+    It prints one line once clients can connect. SIGTERM, SIGINT and `mmbroker stop` end it. A setting comes from
+    its flag, else from its variable (MMBROKER_HOST_MIB for --host-mib), else from the file (host_mib).
+    """
+    from .config import Settings
+    from .server import serve
+
+    settings = Settings.resolve({"name": name, "host_mib": host_mib, "allow_uid": allow_uid}, file=config)
+    sys.exit(serve(settings))
+
+
+# --- looking for the broker -----------------------------------------------------------------------------------------
+
+
+def _which(command: _Command) -> _Command:
+    return click.option(
+        "--name", envvar="MMBROKER_NAME", metavar="NAME", help="Which broker, if several run here."
+    )(command)
+
+
+def _find(name: str | None) -> Path:
+    """The instance directory of the broker that is meant."""
+    from . import instance
+    from .connection import start_command
+
+    root = instance.root()
+    living = instance.living(root)
+    if name is None and len(living) > 1:
+        names = ", ".join(path.name for path in living)
+        raise click.UsageError(f"several brokers run under {root} ({names}): choose one with --name")
+    if name is None and living:
+        return living[0]
+    directory = root / (name or "cpu")
+    if directory in living or _anothers(directory / instance.LIFELINE):
+        return directory
+    raise NoBroker(f"no broker runs at {directory}; to start one: {start_command(directory)}")
+
+
+def _anothers(socket: Path) -> bool:
+    """Whether another user's broker lives cannot be seen from here, only tried."""
+    try:
+        return socket.stat().st_uid != os.geteuid()
+    except OSError:
+        return False
+
+
+def _connect(directory: Path) -> Link:
+    from mmbroker.proto.errors import BrokerUnavailable
+
+    from . import instance
+    from .link import Link
+
+    try:
+        return Link(directory, "mmbroker-cli", None, timeout=2.0)
+    except BrokerUnavailable as error:
+        if directory in instance.living(directory.parent):
+            raise
+        raise NoBroker(str(error)) from None
+
+
+def _report(name: str | None, features: int = 0) -> dict[str, Any]:
+    from mmbroker.proto.messages import Report, Status
+
+    link = _connect(_find(name))
+    try:
+        answer = link.call(Status(features))
+    finally:
+        link.close()
+    assert isinstance(answer, Report)
+    return answer.status
+
+
+# --- status, ls, stop -----------------------------------------------------------------------------------------------
+
+
+@main.command()
+@_which
+@click.option("--json", "as_json", is_flag=True, help="The whole report, for programs.")
+def status(name: str | None, as_json: bool) -> None:
+    """Memory, sessions, engines, what waits, and what happened so far."""
+    report = _report(name)
+    if as_json:
+        click.echo(json.dumps(report, indent=1))
+        return
+    from .screen import show_status
+
+    show_status(report)
+
+
+@main.command()
+@_which
+@click.option("-n", "--number", type=click.IntRange(min=1), default=20, show_default=True, help="How many.")
+@click.option("--json", "as_json", is_flag=True, help="The same, for programs.")
+def ls(name: str | None, number: int, as_json: bool) -> None:
+    """List the largest features."""
+    report = _report(name, number)
+    if as_json:
+        click.echo(json.dumps(report["largest"], indent=1))
+        return
+    from .screen import show_features
+
+    show_features(report)
+
+
+@main.command()
+@_which
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    help="Seconds to wait for its end.",
+)
+def stop(name: str | None, timeout: float) -> None:
+    """End a broker, and wait until it is gone.
+
+    Engines carry on: they use what they have, and send new features their own way.
+    """
+    from mmbroker.proto.messages import Shutdown
+
+    from . import instance
+
+    directory = _find(name)
+    gone = _when_unlocked(directory / instance.LOCK)
+    link = _connect(directory)
+    try:
+        link.call(Shutdown())
+    finally:
+        link.close()
+    gone.join(timeout)
+    if gone.is_alive():
+        raise BrokerError(
+            f"the broker at {directory} is still ending after {timeout:g} s: see `mmbroker status`"
+        )
+    click.echo(f"the broker at {directory} has ended")
+
+
+def _when_unlocked(lock: Path) -> threading.Thread:
+    """A thread that ends when the broker's lock is given back, which is the last thing it does."""
+
+    def wait() -> None:
+        with suppress(FileNotFoundError):
+            fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH)
+            finally:
+                os.close(fd)
+
+    thread = threading.Thread(target=wait, name="mmbroker-wait", daemon=True)
+    thread.start()
+    return thread
+
+
+# --- demo -----------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option(
+    "--keep", type=click.Path(file_okay=False), metavar="DIR", help="Keep the logs and figures there."
+)
+def demo(keep: str | None) -> None:
+    """Serve pictures with the real SGLang, first its own way, then through a broker.
+
+    Needs SGLang in this environment, on the CPU; in a checkout, `make demo` sees to that. It makes a tiny model on the
+    spot, sends the same requests twice, and compares the answers and what SGLang's scheduler thread paid.
+    """
+    from .demo import run
+
+    run(Path(keep) if keep else None)

@@ -1,0 +1,232 @@
+"""What `status` and `ls` show a person: tables that fit 80 columns."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich import box
+from rich.columns import Columns
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: three digits are enough."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.3g} GiB" if nbytes < 1000 else f"{nbytes:,.0f} GiB"
+
+
+def span(seconds: float) -> str:
+    """A time for people, in its largest fitting unit."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.3g} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def table(title: str, *columns: str) -> Table:
+    """A table whose columns are right-aligned where their heading starts with ``>``."""
+    made = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+    )
+    for heading in columns:
+        right = heading.startswith(">")
+        made.add_column(
+            heading.lstrip(">"), justify="right" if right else "left", overflow="ellipsis", no_wrap=True
+        )
+    return made
+
+
+def console() -> Console:
+    """Standard output; 80 columns where nobody says how many there are."""
+    return Console(highlight=False, emoji=False)
+
+
+def show_status(report: Mapping[str, Any], to: Console | None = None) -> None:
+    """Print what the broker reports about itself."""
+    out = to or console()
+    daemon = report["daemon"]
+    out.print(Text(f"broker at {daemon['directory']}", style="bold"))
+    out.print(
+        f"process {daemon['pid']}, up {span(daemon['uptime'])}, "
+        f"{size(daemon['rss'])} resident apart from features"
+        + (", ending: it takes no new work" if report["draining"] else "")
+    )
+    for part in (_memory(report), _arenas(report), _sessions(report), _engines(report), _waiting(report)):
+        if part is not None:
+            out.print()
+            out.print(part)
+    told = _sum(session["tally"] for session in report["sessions"])
+    for title, counts in (
+        ("Counted by the broker", _sum([report["counters"], daemon["counters"]])),
+        ("Told by its clients", told),
+    ):
+        if any(counts.values()):
+            out.print()
+            out.print(Text(title, style="bold"))
+            out.print(_counts(counts))
+    if fallbacks := sum(value for name, value in told.items() if name.startswith("fallback")):
+        out.print()
+        out.print(Text(f"{fallbacks} features went the engine's own way: its log says why", style="yellow"))
+
+
+def _memory(report: Mapping[str, Any]) -> Table:
+    pool = report["pool"]
+    made = table(
+        "Memory",
+        "tier",
+        ">limit",
+        ">used",
+        ">of it cached",
+        ">free",
+        ">taken",
+        ">features",
+        ">leases",
+        ">holds",
+    )
+    made.add_row(
+        pool["tier"],
+        size(pool["limit"]),
+        size(pool["used"]),
+        size(pool["idle"]),
+        size(pool["limit"] - pool["used"]),
+        size(pool["capacity"]),
+        str(report["features"]),
+        str(report["leases"]),
+        str(report["holds"]),
+    )
+    if report["quarantined"]:
+        made.caption = (
+            f"{size(report['quarantined'])} wait for the end of processes that may still write there"
+        )
+    if pool["growth_blocked"]:
+        made.caption = f"no new segments for now: {pool['growth_blocked']}"
+    return made
+
+
+def _arenas(report: Mapping[str, Any]) -> Table | None:
+    if not report["arenas"]:
+        return None
+    made = table("Arenas", "tier", "namespace", ">segments", ">size", ">used", ">largest gap", "")
+    for arena in report["arenas"]:
+        notes = [f"{arena[state]} {state}" for state in ("growing", "retired") if arena[state]]
+        made.add_row(
+            arena["tier"],
+            arena["namespace"],
+            str(arena["segments"]),
+            size(arena["bytes"]),
+            size(arena["used"]),
+            size(arena["largest_free"]),
+            ", ".join(notes),
+        )
+    return made
+
+
+def _sessions(report: Mapping[str, Any]) -> Table | None:
+    others = [s for s in report["sessions"] if s["pid"] != os.getpid()]
+    rows = [(s, "") for s in others] + [(s, "ended, process lives") for s in report["ghosts"]]
+    made = table("Sessions", "name", ">process", ">user", ">age", ">leases", ">holds", ">grants", "notes")
+    for session, note in rows:
+        notes = [note] if note else []
+        if session["engine"]:
+            notes.append(f"of {session['engine']}")
+        if session["waiting"]:
+            notes.append(f"{session['waiting']} calls wait")
+        if session["quarantined"]:
+            notes.append(f"{size(session['quarantined'])} quarantined")
+        if not session["traceable"]:
+            notes.append("its end cannot be seen")
+        made.add_row(
+            session["name"],
+            str(session["pid"]),
+            str(session["uid"]),
+            span(session["age"]),
+            *(str(session[what]) for what in ("leases", "holds", "grants")),
+            ", ".join(notes),
+        )
+    return made if rows else None
+
+
+def _engines(report: Mapping[str, Any]) -> Table | None:
+    made = table(
+        "Engines", "engine", ">rank", ">process", "device", "access", ">grants", ">in flight", "state"
+    )
+    for engine in report["engines"]:
+        for rank in engine["ranks"]:
+            state = Text("ready", style="green")
+            if rank["lagging"]:
+                state = Text(f"lagging, silent for {span(rank['unacked_for'])}", style="red")
+            elif not engine["complete"]:
+                state = Text(f"{len(engine['ranks'])} of {engine['world']} ranks", style="yellow")
+            made.add_row(
+                engine["engine"],
+                f"{rank['rank']}/{engine['world']}",
+                str(rank["pid"]),
+                rank["device"],
+                rank["access"],
+                str(rank["grants"]),
+                size(engine["in_flight"]),
+                state,
+            )
+    return made if made.row_count else None
+
+
+def _waiting(report: Mapping[str, Any]) -> Table | None:
+    if not report["waiting"]:
+        return None
+    made = table(f"Waiting ({report['waiting_count']})", "client", "for", ">items", ">size", "engine", ">age")
+    for request in report["waiting"]:
+        made.add_row(
+            request["client"],
+            request["for"],
+            str(request["items"]),
+            size(request["bytes"]),
+            request["engine"] or "",
+            span(request["age"]),
+        )
+    return made
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return total
+
+
+def _counts(counts: Mapping[str, int]) -> Columns:
+    shown = [f"{name} {value:,}" for name, value in sorted(counts.items()) if value]
+    return Columns(shown, padding=(0, 3), column_first=True)
+
+
+def show_features(report: Mapping[str, Any], to: Console | None = None) -> None:
+    """Print the features that were asked for, largest first."""
+    out = to or console()
+    made = table("", ">feature", ">size", "dtype", "shape", "modality", "key", ">holds", ">hits", "engines")
+    made.title = None
+    for feature in report["largest"]:
+        made.add_row(
+            str(feature["feature"]),
+            size(feature["bytes"]),
+            feature["dtype"],
+            "x".join(map(str, feature["shape"])),
+            feature["modality"],
+            f"{feature['kind']}:{feature['key'][:8]}",
+            str(feature["holds"]),
+            str(feature["hits"]),
+            ", ".join(feature["engines"]),
+        )
+    out.print(made)
+    out.print(f"{len(report['largest'])} of {report['features']} features in {size(report['pool']['used'])}")
