@@ -181,7 +181,11 @@ class Server:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Respond(session, seq, Report(status)):
-                self.control.send(session, Answer(seq, Report({**status, "daemon": self._facts()})))
+                try:
+                    facts = self._facts()
+                except OSError as error:  # no descriptors left to read them with
+                    facts = {"unreadable": str(error)}
+                self.control.send(session, Answer(seq, Report({**status, "daemon": facts})))
             case Respond(session, seq, body):
                 self.control.send(session, Answer(seq, body))
             case Notify(session, notice):
