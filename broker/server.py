@@ -68,6 +68,8 @@ from .vitals import Vitals
 log = logging.getLogger("mmbroker")
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: Time for clients to read their last answers, in seconds: ZeroMQ drops what is unread when a connection is cut.
+FAREWELL: Final = 0.1
 #: A timer may be late by its clock's grain, but must not be early.
 _GRAIN: Final = 0.001
 
@@ -113,7 +115,7 @@ class Server:
     # --- start, stop ------------------------------------------------------------------------------------------------
 
     def _start_up(self, instance: Instance, stack: ExitStack) -> None:
-        """Listen. What `stack` closes at the end goes in reverse order: answers leave before lifelines are cut."""
+        """Listen. `stack` gives everything back at the end, however far the start came."""
         _raise_descriptor_limit()
         self.vitals = Vitals(self.loop)
         stack.callback(self.vitals.close)
@@ -200,7 +202,7 @@ class Server:
                 self.lifelines.end(session, BrokerUnavailable(reason))
             case Halt(reason):
                 log.info("halting: %s", reason)
-                self._end(0)
+                self.loop.call_later(FAREWELL, self._end, 0)
 
     def _arm(self) -> None:
         """Have a `Tick` sent at the next deadline. A timer that is too early stays: it re-arms itself."""
