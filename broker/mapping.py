@@ -34,15 +34,14 @@ _dead: deque[tuple[int, int, int]] = deque()
 _sweepers: list[object] = []
 
 
-def copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes without the GIL. Both are contiguous and of one size; `target` is a view of a map."""
-    if target.nbytes != source.nbytes:
-        raise ValueError(f"{source.nbytes} bytes do not fit {target.nbytes}")
+def copy(target: memoryview, source: int) -> None:
+    """Fill `target` from the address `source`, without the GIL and on this thread alone."""
     if target.nbytes:
-        ctypes.memmove(_address(target), _address(source), target.nbytes)
+        ctypes.memmove(address_of(target), source, target.nbytes)
 
 
-def _address(view: memoryview) -> int:
+def address_of(view: memoryview) -> int:
+    """Where a view of a map begins."""
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
 
 
@@ -67,7 +66,7 @@ class Mapping:
     def of(cls, fd: int, nbytes: int, writable: bool) -> Mapping:
         """The segment behind a descriptor, which may be closed afterwards. Not inherited by forked children."""
         mapping = cls(fd, nbytes, _PROT_READ | _PROT_WRITE if writable else _PROT_READ, _MAP_SHARED)
-        address = _address(mapping._whole)
+        address = address_of(mapping._whole)
         _madvise(address, nbytes, _MADV_DONTFORK)
         # Older kernels know no populating: there the pages come with the first touch.
         _madvise(address, nbytes, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)

@@ -316,7 +316,7 @@ class FeatureTable:
             if grant.private or self.access == "copy":
                 entry.buffer = self._buffers.take(ref.nbytes)
                 copied = entry.buffer.view(0, ref.nbytes)
-                mapping.copy(copied, memory)
+                mapping.copy(copied, mapping.address_of(memory))
                 memory = copied
                 self._bytes_copied += ref.nbytes
             entry.memory = memory

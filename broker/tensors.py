@@ -6,6 +6,7 @@ they are: no value is ever converted.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -60,9 +61,14 @@ class Source:
         return content_digest(self.form, [_bytes_of(t) for t in self.tensors], _hash_pool.map)
 
     def write(self, slot: memoryview) -> None:
-        """Copy into a slot of the form's size."""
-        for tensor, target in zip(self.tensors, build(layout(self.form), slot), strict=True):
-            target.copy_(tensor)
+        """Copy into a slot of the form's size, without the GIL."""
+        targets = build(layout(self.form), slot)
+        for tensor, target in zip(self.tensors, targets, strict=True):
+            if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                # Not torch's own copy, whose threads would wait for each other beside our hashing ones: 15 times slower.
+                ctypes.memmove(target.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+            else:
+                target.copy_(tensor)
 
 
 def _plain(tensor: object) -> torch.Tensor:
