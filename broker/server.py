@@ -202,7 +202,7 @@ class Server:
                 self.lifelines.end(session, BrokerUnavailable(reason))
             case Halt(reason):
                 log.info("halting: %s", reason)
-                self.loop.call_later(FAREWELL, self._end, 0)
+                self.loop.call_later(FAREWELL if self.peers else 0.0, self._end, 0)
 
     def _arm(self) -> None:
         """Have a `Tick` sent at the next deadline. A timer that is too early stays: it re-arms itself."""
