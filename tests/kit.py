@@ -52,7 +52,8 @@ class BrokerProcess:
         self._scratch = Path(tempfile.mkdtemp(prefix="mmb-", dir="/tmp"))
         self._scratch.chmod(0o755)  # a broker of another user reads its settings
         config = self._scratch / "settings.toml"
-        config.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in settings.items()))
+        lines = [f"{key} = {_toml(value)}\n" for key, value in settings.items() if value is not None]
+        config.write_text("".join(lines))
         command = [*prefix, sys.executable, "-m", "mmbroker", "start", "--cpu", "--config", str(config)]
         with open(self._scratch / "log", "wb") as log:
             self.process = subprocess.Popen(
