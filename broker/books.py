@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from itertools import count
 
-from mmbroker.proto.messages import Dismissed, Grant, Granted, Reply, Report, Retired
+from mmbroker.proto.messages import Dismissed, Failed, Grant, Granted, Reply, Report, Retired
 
 from .arena.allocator import round_up
 from .events import Discard, Effect, Limits, Notify, Respond, SendSegment
 from .pool import Pool, Segment, Slot
 from .records import Engine, Feature, Lease, Place, Session
 from .timers import Timers
+
+NAME_LIMIT = 128  # characters of an engine's name
 
 
 class Outbox:
@@ -215,6 +217,19 @@ class Books:
     def budget(self) -> int:
         """Bytes that one engine may have in flight: an equal share of the arena for each that is attached."""
         return self.pool.limit // max(1, sum(engine.complete for engine in self.engines.values()))
+
+    def no_such_engine(self, namespace: str, name: str) -> Failed:
+        """Why nothing can be granted to an engine: it is not there, or not complete."""
+        self.counters["no_such_engine"] += 1
+        engine = self.engines.get((namespace, name))
+        attached = sorted(e.name for e in self.engines.values() if e.namespace == namespace and e.complete)
+        have = ", ".join(attached) if attached else "none"
+        if engine is not None and not engine.complete:
+            missing = sorted(set(range(engine.world)) - set(engine.ranks))
+            text = f"engine {name[:NAME_LIMIT]!r} lacks rank(s) {missing}; attached engines: {have}"
+        else:
+            text = f"no engine {name[:NAME_LIMIT]!r} is attached; attached engines: {have}"
+        return Failed("NoSuchEngine", text + "; start it, or seal with to=None")
 
     def charge(self, engine: Engine | None, feature: Feature) -> None:
         """One hold more of this engine on the feature."""

@@ -15,7 +15,7 @@ from mmbroker.proto.form import Form
 
 from . import report
 from .admission import Admission
-from .books import Books
+from .books import NAME_LIMIT, Books
 from .events import (
     Called,
     Drain,
@@ -34,7 +34,6 @@ from .holds import Holds
 from .records import Engine, Feature, Session
 
 _NOTHING = Form("uint8", (0,), 0)
-_NAME_LIMIT = 128
 
 
 class Broker:
@@ -96,6 +95,9 @@ class Broker:
         books.timers.run(now)
         books.trim(now)
         self.admission.pump(now)
+        while (due := books.timers.next()) is not None and due <= now:  # a wait that began too late to be one
+            books.timers.run(now)
+            self.admission.pump(now)
         if self.halting and not self._halted and not self.leases.open and not self._tickets():
             self._halt("drained")
         return books.out.flush()
@@ -190,17 +192,7 @@ class Broker:
         engine = self.books.engines.get((session.namespace, name))
         if engine is not None and engine.complete:
             return engine, None
-        self.books.counters["no_such_engine"] += 1
-        attached = sorted(
-            e.name for e in self.books.engines.values() if e.namespace == session.namespace and e.complete
-        )
-        have = ", ".join(attached) if attached else "none"
-        if engine is not None:
-            missing = sorted(set(range(engine.world)) - set(engine.ranks))
-            text = f"engine {name[:_NAME_LIMIT]!r} lacks rank(s) {missing}; attached engines: {have}"
-        else:
-            text = f"no engine {name[:_NAME_LIMIT]!r} is attached; attached engines: {have}"
-        return None, m.Failed("NoSuchEngine", text + "; start it, or seal with to=None")
+        return None, self.books.no_such_engine(session.namespace, name)
 
     def _attach(self, session: Session, seq: int, call: m.Attach, now: float, deadline: float) -> None:
         refusal = self._attach_refusal(session, call)
@@ -218,8 +210,8 @@ class Broker:
         self.books.respond(session, seq, m.Attached(engine.complete))
 
     def _attach_refusal(self, session: Session, call: m.Attach) -> str:
-        if not 0 < len(call.engine) <= _NAME_LIMIT:
-            return f"an engine's name has 1 to {_NAME_LIMIT} characters"
+        if not 0 < len(call.engine) <= NAME_LIMIT:
+            return f"an engine's name has 1 to {NAME_LIMIT} characters"
         if not 0 <= call.rank < call.world <= 4096:
             return f"rank {call.rank} of {call.world} is not possible: ranks count from 0, and a world has at most 4096"
         if call.access not in ("readonly", "copy"):
