@@ -6,6 +6,8 @@ VENV_OLD := .venv-sglang-0.5.17
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
+# The two environments are built from one tree.
+.NOTPARALLEL:
 .PHONY: help env env-old test check format demo bench clean
 
 help: ## this list
