@@ -39,6 +39,7 @@ demo: env ## the real SGLang serves pictures, first its own way, then through a 
 	@$(BIN)/mmbroker demo
 
 bench: env ## the transports side by side: tables, and a JSON file beside them
+	@mkdir -p bench/results
 	$(BIN)/python bench/transport.py --json bench/results/transport.json
 
 clean: ## remove the environments and everything that was built
