@@ -115,6 +115,12 @@ class Instance:
     def control(self) -> Path:
         return self.path / CONTROL
 
+    def barrier(self) -> Path | None:
+        """The first directory on the way here whose mode lets no other users through, if any."""
+        return next(
+            (up for up in reversed(self.path.parents) if not os.stat(up).st_mode & stat.S_IXOTH), None
+        )
+
     def open_up(self) -> None:
         """Once the sockets exist: give them the mode that goes with `shared`."""
         for socket_path in (self.lifeline, self.control):

@@ -106,7 +106,8 @@ class Server:
         self._over: asyncio.Future[int] = self.loop.create_future()
         self.loop.set_exception_handler(self._broken)
         for signum in SIGNALS:
-            self.loop.add_signal_handler(signum, self._stop, signum)
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
+                self.loop.add_signal_handler(signum, self._stop, signum)
         with ExitStack() as stack:
             shared = bool(self.settings.allow_uid)
             self._start_up(stack.enter_context(Instance(self.settings.path, shared=shared)), stack)
@@ -126,6 +127,12 @@ class Server:
         self.control = Control(self.loop, instance.control, self.boot, self._uids, self, self.vitals)
         stack.callback(self.control.close)
         instance.open_up()
+        if instance.shared and (barrier := instance.barrier()) is not None:
+            log.warning(
+                "other users may not get through %s: set MMBROKER_DIR to a directory that they can reach, "
+                "or `chmod o+x` that one",
+                barrier,
+            )
         self.control.listen()
         self.lifelines.listen()
         self.vitals.watch_loop()

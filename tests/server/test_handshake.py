@@ -62,9 +62,10 @@ def test_another_user_cannot_even_reach_the_sockets(broker: BrokerProcess, puppe
         client("RawClient(path)")
 
 
-def test_an_allowed_user(start_broker: StartBroker, puppet: StartPuppet) -> None:
+def test_an_allowed_user(start_broker: StartBroker, puppet: StartPuppet, broker_root: Path) -> None:
+    broker_root.chmod(0o711)
     broker = start_broker(allow_uid=[1000, NOBODY])
-    broker.root.chmod(0o711)  # the test made it; the broker only opens what it makes itself
+    assert broker.log() == ""
     assert stat.S_IMODE(broker.directory.stat().st_mode) == 0o711
     for uid in (1000, NOBODY):
         client = reach_in(puppet, broker, uid)
@@ -75,10 +76,16 @@ def test_an_allowed_user(start_broker: StartBroker, puppet: StartPuppet) -> None
     assert {s["uid"] for s in broker.status()["sessions"]} == {1000, NOBODY, 0}
 
 
-def test_a_user_who_is_not_allowed(start_broker: StartBroker, puppet: StartPuppet) -> None:
-    """Told why, whether or not it has spoken already; logged; and the control socket does not talk to it."""
+def test_a_directory_that_other_users_cannot_pass(start_broker: StartBroker) -> None:
+    """The broker does not change the mode of what it has not made; it says what is in the way."""
     broker = start_broker(allow_uid=[1000])
-    broker.root.chmod(0o711)
+    assert f"other users may not get through {broker.root}: set MMBROKER_DIR" in broker.log()
+
+
+def test_a_user_who_is_not_allowed(start_broker: StartBroker, puppet: StartPuppet, broker_root: Path) -> None:
+    """Told why, whether or not it has spoken already; logged; and the control socket does not talk to it."""
+    broker_root.chmod(0o711)
+    broker = start_broker(allow_uid=[1000])
     client = reach_in(puppet, broker, NOBODY)
     for _ in range(20):
         code = "c = RawClient(path); result = [c.refused.error, c.refused.message]"
@@ -100,8 +107,8 @@ def test_a_user_who_is_not_allowed(start_broker: StartBroker, puppet: StartPuppe
 def test_a_broker_that_is_not_root(start_broker: StartBroker, puppet: StartPuppet, broker_root: Path) -> None:
     """An unprivileged broker serves its own user and root, and no third one."""
     os.chown(broker_root, 1000, -1)
-    broker = start_broker(prefix=as_user(1000), allow_uid=[1001])
     broker_root.chmod(0o711)
+    broker = start_broker(prefix=as_user(1000), allow_uid=[1001])
     with RawClient(broker.directory) as root:
         assert root.welcome.namespace == "uid-0"
     for uid, namespace in ((1000, "uid-1000"), (1001, "uid-1001")):

@@ -149,6 +149,13 @@ def test_signals_leave_nothing(start_broker: StartBroker, broker_root: Path, sig
     assert list(broker_root.iterdir()) == []
 
 
+def test_nohup(start_broker: StartBroker) -> None:
+    broker = start_broker(prefix=["nohup"])
+    broker.process.send_signal(signal.SIGHUP)
+    assert not broker.status()["draining"]
+    assert broker.stop() == 0
+
+
 def test_shutdown_is_answered_then_done(start_broker: StartBroker, broker_root: Path) -> None:
     broker = start_broker()
     with RawClient(broker.directory) as client:
