@@ -385,10 +385,14 @@ class Leaks:
         gc.collect()
         problems = [f"descriptors: {more}" for more in [descriptors() - self.descriptors] if more]
         problems += [f"processes: {more}" for more in [children() - self.children] if more]
-        new = {name for name in os.listdir("/dev/shm") if not name.startswith(STRANGERS)} - self.shared_memory
-        if left := {name for name in new if not in_use(f"/dev/shm/{name}")}:  # what lives is somebody else's
+        if left := self.shared_memory_left():
             problems.append(f"/dev/shm: {left}")
         return "; ".join(problems)
+
+    def shared_memory_left(self) -> set[str]:
+        """New names in ``/dev/shm`` that nobody uses: what is in use is somebody else's."""
+        new = {name for name in os.listdir("/dev/shm") if not name.startswith(STRANGERS)} - self.shared_memory
+        return {name for name in new if not in_use(f"/dev/shm/{name}")}
 
     def check(self) -> None:
         """Fail unless everything is given back, soon: a ZeroMQ socket is closed by a thread of its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import zmq
 
 from mmbroker.proto import messages as m
 from tests.conftest import StartBroker
-from tests.kit import PATIENCE, BrokerProcess, RawClient, eventually
+from tests.kit import PATIENCE, BrokerProcess, Leaks, Puppet, RawClient, eventually
 from tests.server.items import an_item, lease_one
 
 MIB = 1 << 20
+
+StartPuppet = Callable[..., Puppet]
 
 signals = pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 
@@ -90,17 +93,17 @@ def test_a_killed_brokers_directory_is_used_again(start_broker: StartBroker) -> 
     assert other.status()["daemon"]["pid"] == other.pid
 
 
-def test_nothing_survives_a_killed_group(start_broker: StartBroker, puppet: Any) -> None:
+def test_nothing_survives_a_killed_group(start_broker: StartBroker, puppet: StartPuppet) -> None:
     """Memory ends with the last process that has it: nothing is named anywhere, nothing needs sweeping."""
-    before = set(os.listdir("/dev/shm"))
+    before = Leaks()
     broker = start_broker()
     client = puppet()
     client(f"c = RawClient(Path({str(broker.directory)!r})); from tests.server.items import lease_one")
     client("lease_one(c, 1 << 20); c.segment(1, True)")
-    assert set(os.listdir("/dev/shm")) == before
+    assert not before.shared_memory_left()
     broker.kill()
     client.kill()
-    assert set(os.listdir("/dev/shm")) == before
+    assert not before.shared_memory_left()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +207,9 @@ def test_a_second_signal_ends_it_at_once(start_broker: StartBroker, broker_root:
     assert list(broker_root.iterdir()) == []
 
 
-def test_an_answer_to_a_stopped_client_does_not_delay_the_end(start_broker: StartBroker, puppet: Any) -> None:
+def test_an_answer_to_a_stopped_client_does_not_delay_the_end(
+    start_broker: StartBroker, puppet: StartPuppet
+) -> None:
     broker = start_broker()
     client = puppet()
     client(f"c = RawClient(Path({str(broker.directory)!r})); c.call(m.Status())")
