@@ -168,8 +168,8 @@ class Books:
             self.pool.abandon(slot)
             segment = self.pool.segments[slot.segment]
             for number in list(segment.features):
-                feature = self.numbered[number]
-                if not feature.pinned:
+                feature = self.numbered.get(number)  # None: evicted with one before it, that was tainted too
+                if feature is not None and not feature.pinned:
                     self.evict(feature, "retired", now)
             self.sweep(segment)
 

@@ -69,9 +69,10 @@ class Room:
 
     def _empty(self, segment: Segment, now: float) -> None:
         """Evict everything from a segment that has nothing but idle features, and give it back."""
-        for number in list(segment.features):
-            self.books.evict(self.books.numbered[number], "room", now)
-        self.books.discard(segment)
+        while segment.features:
+            self.books.evict(self.books.numbered[next(iter(segment.features))], "room", now)
+        if segment.number in self.books.pool.segments:  # else a tainted one has taken it along
+            self.books.discard(segment)
 
     def _grow(self, namespace: str, nbytes: int) -> bool:
         size = None if self.blocked else self.books.pool.next_size(nbytes)
