@@ -14,8 +14,8 @@ from typing import Any, Final, Protocol
 
 from . import measure
 
-#: How long a hold goes on after SGLang gave a request up without waiting for the scheduler's last word, in seconds:
-#: until then the request may still be on its way, and a rank that cannot find its features fails it loudly.
+#: How long a hold goes on after SGLang gave a request up early, unless the scheduler's last word comes first, in
+#: seconds: the request may still be on its way, and a rank that cannot find its features fails it loudly.
 GRACE: Final = 30.0
 
 
@@ -62,6 +62,7 @@ class Claims:
     def __init__(self) -> None:
         self._by_hold: dict[tuple[bytes, int], Claim] = {}
         self._by_rid: dict[str, Claim] = {}
+        self._lingering: dict[str, tuple[Claim, asyncio.TimerHandle]] = {}
 
     def add(self, claim: Claim) -> None:
         for key in claim.keys:
@@ -89,7 +90,20 @@ class Claims:
         except RuntimeError:
             self.end_one(claim)
         else:
-            loop.call_later(GRACE, self.end_one, claim)
+            self.last_word(rid)
+            self._lingering[rid] = claim, loop.call_later(GRACE, self.last_word, rid)
+
+    def last_word(self, rid: str) -> None:
+        """The scheduler is done with a request that SGLang gave up early, or has had the time to be."""
+        claim, timer = self._lingering.pop(rid, (None, None))
+        if claim is not None and timer is not None:
+            timer.cancel()
+            self.end_one(claim)
+
+    @property
+    def lingering(self) -> bool:
+        """Is there a hold whose request SGLang has given up?"""
+        return bool(self._lingering)
 
     def end_one(self, claim: Claim) -> None:
         claim.end_one()

@@ -81,6 +81,24 @@ def send(original: Original, manager: Any, tokenized: Any) -> Any:
     return producer.send(original, manager, tokenized)
 
 
+def hear_batch(original: Original, manager: Any, received: Any) -> Any:
+    """AROUND the coroutine `TokenizerManager._handle_batch_output`, where requests are given up early."""
+    producer = getattr(manager, _OURS, None)
+    if producer is not None and producer.claims.lingering:
+        for rid, reason in zip(received.rids, received.finished_reasons, strict=False):
+            if reason is not None:
+                producer.claims.last_word(rid)
+    return original(manager, received)
+
+
+def hear_abort(original: Original, manager: Any, received: Any) -> Any:
+    """AROUND `TokenizerManager._handle_abort_req`, where requests are given up early."""
+    producer = getattr(manager, _OURS, None)
+    if producer is not None:
+        producer.claims.last_word(received.rid)
+    return original(manager, received)
+
+
 # --- the scheduler's process ----------------------------------------------------------------------------------------
 
 

@@ -106,6 +106,8 @@ VERSIONS: Final = {
     "0.5.17": Version(
         hooks={
             (_ARGS, "ServerArgs.__post_init__"): hooks.resolve,
+            (_TOKENIZER, "TokenizerManager._handle_batch_output"): hooks.hear_batch,
+            (_TOKENIZER, "TokenizerManager._handle_abort_req"): hooks.hear_abort,
             (_SCHEDULER, "Scheduler._add_request_to_queue"): hooks.add_to_queue,
         },
         names=(*_USED, (_BATCH, "Req.set_finish_with_abort"), (_BATCH, "FINISH_ABORT")),

@@ -190,11 +190,11 @@ def post(engine: Engine, path: str, body: Mapping[str, Any]) -> str:
 
 
 def conversation(engine: Engine, after_each_turn: Callable[[], None] = lambda: None) -> list[str]:
-    """Two turns of one session, a picture in each."""
+    """The turns of one session, a picture in each."""
     session = json.loads(post(engine, "/open_session", {"capacity_of_str_len": 10_000}))
     texts: list[str] = []
     before = None
-    for picture in album()[:2]:
+    for picture in album()[:SESSION]:
         body = {
             "text": "<|vision_start|><|image_pad|><|vision_end|>What is in this picture?",
             "image_data": [picture],
@@ -241,8 +241,8 @@ def workload(engine: Engine, sessions: bool = True) -> dict[str, Any]:
 PICTURES = 4 + 1 + 8 + 16
 #: Requests with pictures in it, without its session.
 REQUESTS = 4 + 1 + 1 + 8
-#: Pictures, and requests, of a session.
-SESSION = 2
+#: Turns of a session, each with a picture. SGLang 0.5.17 dies of the second turn after one with pictures.
+SESSION = 2 if NEWEST else 1
 #: The server's own warm-up sends one picture.
 WARM_UP = 1
 

@@ -165,7 +165,8 @@ def test_every_way_out_of_the_table_of_requests_counts() -> None:
     assert len(left) == 4
 
 
-def test_a_request_given_up_early_keeps_its_hold_for_a_while() -> None:
+@pytest.mark.parametrize("ending", ["the scheduler's last word", "the end of its grace"])
+def test_a_request_given_up_early_keeps_its_hold_for_a_while(ending: str) -> None:
     """Its message may still be on the way to a scheduler that has other things to do."""
     held, claims = Held(), holding.Claims()
     claim = holding.Claim([held])
@@ -176,13 +177,26 @@ def test_a_request_given_up_early_keeps_its_hold_for_a_while() -> None:
 
     async def leave() -> None:
         loop = asyncio.get_running_loop()
-        loop.call_later = lambda delay, call, *args: timers.append((delay, lambda: call(*args)))  # type: ignore[assignment,method-assign]
+        later = loop.call_later
+
+        def call_later(delay: float, call: Any, *args: Any) -> Any:
+            timers.append((delay, lambda: call(*args)))
+            return later(0, lambda: None)
+
+        loop.call_later = call_later  # type: ignore[method-assign]
         claims.left("a", state(finished=False))
 
     asyncio.run(leave())
-    assert held.drops == 0
+    assert held.drops == 0 and claims.lingering
     ((delay, call),) = timers
     assert delay == holding.GRACE
+    if ending == "the end of its grace":
+        call()
+    else:
+        claims.last_word("another")
+        assert held.drops == 0
+        claims.last_word("a")
+    assert held.drops == 1 and not claims.lingering
     call()
     assert held.drops == 1
 
