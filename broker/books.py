@@ -195,7 +195,8 @@ class Books:
         if segment.empty_since is None or segment.watched or segment.number not in self.pool.segments:
             return
         segment.watched = True
-        self.timers.at(segment.empty_since + self.limits.segment_linger, lambda at: self._shrink(segment, at))
+        linger = max(self.limits.segment_linger, 0.05)  # whoever asked for it has yet to use it
+        self.timers.at(segment.empty_since + linger, lambda at: self._shrink(segment, at))
 
     def _shrink(self, segment: Segment, now: float) -> None:
         segment.watched = False
