@@ -102,7 +102,7 @@ def stands_aside(args: Any) -> str | None:
         return "a broker serves one node, and this engine has several"
     if getattr(args, "encoder_only", False):
         return "an encoder-only server has no scheduler to carry features to"
-    if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y", "on"):
+    if os.environ.get("SGLANG_RUST_SERVER", "").lower() in settings.YES:
         return "the Rust server tokenizes without plugins"
     return None
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,7 @@ from mmbroker.proto.dtypes import ITEMSIZE
 from mmbroker.proto.errors import BrokerError, PoolFull
 from mmbroker.proto.reference import is_reference
 
-from . import holding, measure, packing
+from . import holding, measure, packing, settings
 from .fallbacks import Fallbacks, reason_of
 from .joining import Joining
 from .packing import Place
@@ -43,16 +44,18 @@ _BRIEFLY: Final = 0.1
 
 
 class Producer:
-    """Puts for one tokenizer process. `identify` gives an item the identity of its feature's digest."""
+    """Puts for one tokenizer process. `identify` gives an item the identity that follows from a digest."""
 
-    def __init__(self, settings: Settings, identify: Callable[[Any, bytes], None]) -> None:
-        self._settings = settings
+    def __init__(self, asked: Settings, identify: Callable[[Any, bytes], None]) -> None:
+        self._settings = asked
         self._identify = identify
-        self._joining = Joining(settings, f"{settings.engine}/tokenizer")
+        self._joining = Joining(asked, f"{asked.engine}/tokenizer")
         self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="mmbroker-put")
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="mmbroker-ask")
         self._asking: asyncio.Future[bool] | None = None
         self._silent = False
+        # SGLang then draws a random identity for each item, in the scheduler.
+        self._no_hashes = os.environ.get("SGLANG_MM_SKIP_COMPUTE_HASH", "").lower() in settings.YES
         self._fallbacks = Fallbacks()
         self.claims = holding.Claims()
 
@@ -110,8 +113,11 @@ class Producer:
         mine.append(claim)
         self.claims.add(claim)
         for place, held in helds.items():
-            if place.name == "feature" or place.item.feature is None:
-                self._identify(place.item, held.ref.digest)
+            item = place.item
+            if not place.extra and item.hash is None and item.pad_value is None and not self._no_hashes:
+                # Otherwise the prompt may already be padded with the item's own values: another identity would
+                # leave it without a place in the prompt.
+                self._identify(item, held.ref.digest)
             place.value = held.ref.to_wire()
             measure.counters.add("bytes", held.ref.nbytes)
         packing.close(output)

@@ -17,6 +17,8 @@ WAIT: Final = "MMBROKER_WAIT"
 ENGINE: Final = "MMBROKER_ENGINE"
 MEASURE: Final = "MMBROKER_MEASURE"
 
+#: What SGLang takes for a yes in its own variables.
+YES: Final = ("1", "true", "yes", "y")
 #: How long a request waits for room in a healthy broker, in seconds.
 DEFAULT_WAIT: Final = 30.0
 
