@@ -20,7 +20,8 @@ from mmbroker.proto.errors import BrokerError
 from mmbroker.proto.keys import Key
 
 from . import client as blocking
-from .handles import Held, Hit, Lease
+from . import handles
+from .handles import Held, Hit
 from .table import FeatureTable
 
 #: Most calls of one client that wait at a time.
@@ -69,15 +70,15 @@ def _drop_all(held: Sequence[Held | None]) -> None:
             one.drop()
 
 
-class LeaseTwin:
+class Lease:
     """A lease whose `seal` is awaited; an async context manager. `tensor`, `held` and `abort` are the lease's own."""
 
-    def __init__(self, lease: Lease, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, lease: handles.Lease, pool: ThreadPoolExecutor) -> None:
         self._lease = lease
         self._pool = pool
 
     @property
-    def lease(self) -> LeaseTwin:
+    def lease(self) -> Lease:
         return self
 
     @property
@@ -94,7 +95,7 @@ class LeaseTwin:
     def abort(self) -> None:
         self._lease.abort()
 
-    async def __aenter__(self) -> LeaseTwin:
+    async def __aenter__(self) -> Lease:
         return self
 
     async def __aexit__(
@@ -127,10 +128,10 @@ class Client:
 
     async def get_or_create(
         self, key: Key | bytes | str, shape: Sequence[int], dtype: torch.dtype | str, **options: Any
-    ) -> Hit | LeaseTwin:
+    ) -> Hit | Lease:
         call = partial(self.blocking.get_or_create, key, shape, dtype, **options)
         out = await self._run(call, lambda out: out.held.drop() if isinstance(out, Hit) else out.abort())
-        return LeaseTwin(out, self._pool) if isinstance(out, Lease) else out
+        return Lease(out, self._pool) if isinstance(out, handles.Lease) else out
 
     async def attach(self, **options: Any) -> FeatureTable:
         """The table itself is the blocking client's: `take` never waits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from mmbroker.proto.messages import Abort, Leased
 from mmbroker.proto.reference import Reference
 
 from .connection import Connection
-from .tensors import build, layout
+from .tensors import export, layout
 
 if TYPE_CHECKING:
     from .client import Client
@@ -72,7 +72,7 @@ class Slot(NamedTuple):
 
     lease: int
     session: int
-    exporter: weakref.ref[memoryview] | None
+    exporter: weakref.ref[Any] | None
 
     @property
     def retained(self) -> bool:
@@ -106,7 +106,7 @@ class Lease:
         self._to = to
         self._private = private
         self._tensors: list[torch.Tensor] | None = None
-        self._exporter: weakref.ref[memoryview] | None = None
+        self._exporter: weakref.ref[Any] | None = None
 
     @property
     def lease(self) -> Lease:
@@ -118,9 +118,8 @@ class Lease:
         """The slot as a tensor of the feature's dtype and shape, to be written."""
         self.check()
         if self._tensors is None:
-            memory = self.memory()
-            self._exporter = weakref.ref(memory)
-            self._tensors = build(layout(self.form), memory)
+            self._tensors, exporter = export(layout(self.form), self.memory())
+            self._exporter = weakref.ref(exporter)
         return self._tensors[0]
 
     def memory(self) -> memoryview:
@@ -131,6 +130,8 @@ class Lease:
 
     def check(self) -> None:
         """Raise unless the slot is still to be written by us."""
+        if self._client._link.forked:
+            self._client._link.check()
         if self.closed:
             raise LeaseClosed("this lease was sealed or aborted already: get a new one")
         if self.broken or self.connection.lost:

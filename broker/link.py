@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -123,18 +123,18 @@ class Link:
         self._closed = False
         self._end = threading.Lock()
         self._why = ""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        try:
-            self._connection = self._connect_first(time.monotonic() + timeout)
-        except BaseException:
-            self._context.term()
-            os.close(self._wake_fd)
-            raise
         self.connected = True
         self._thread = threading.Thread(target=self._run, name="mmbroker-receiver", daemon=True)
-        _links.add(self)
-        self._thread.start()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        with ExitStack() as failing:
+            failing.callback(os.close, self._wake_fd)
+            self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            failing.callback(self._context.term)
+            self._connection = self._connect_first(time.monotonic() + timeout)
+            failing.callback(self._connection.close)
+            _links.add(self)
+            self._thread.start()
+            failing.pop_all()
 
     def _connect_first(self, deadline: float) -> Connection:
         pause = _PAUSE[0]

@@ -33,7 +33,9 @@ class Rig:
 
     def settled(self) -> None:
         """Wait until the table has nothing left."""
-        eventually(lambda: not (self.table.stats()["entries"] or self.table.stats()["unsettled"]), "an empty table")
+        eventually(
+            lambda: not (self.table.stats()["entries"] or self.table.stats()["unsettled"]), "an empty table"
+        )
 
 
 def make_rig(access: str, **settings: object) -> Iterator[Rig]:

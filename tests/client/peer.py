@@ -21,7 +21,9 @@ Handler = Callable[["Peer", m.Call], m.Reply | bytes | None]
 class Peer:
     """Answers each call with what `handler` returns: a reply, raw bytes, or nothing."""
 
-    def __init__(self, handler: Handler, welcome: Callable[[m.Welcome], m.Lifeline | bytes | None] = lambda w: w) -> None:
+    def __init__(
+        self, handler: Handler, welcome: Callable[[m.Welcome], m.Lifeline | bytes | None] = lambda w: w
+    ) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="mmb-", dir="/tmp"))
         self.handler = handler
         self.welcome = welcome
@@ -69,7 +71,9 @@ class Peer:
         self.sessions += 1
         self._routing = b"r" + os.urandom(15)
         answer = self.welcome(
-            m.Welcome(PROTOCOL_VERSION, self.boot, self.sessions, self._routing, "control.sock", "test", "test")
+            m.Welcome(
+                PROTOCOL_VERSION, self.boot, self.sessions, self._routing, "control.sock", "test", "test"
+            )
         )
         if answer is not None:
             lifeline.send(answer if isinstance(answer, bytes) else m.encode(answer))
@@ -84,7 +88,9 @@ class Peer:
     def segment(self, number: int, nbytes: int, writable: bool = True, descriptors: int = 1) -> None:
         fd = os.memfd_create("peer")
         os.truncate(fd, nbytes)
-        socket.send_fds(self._lifelines[-1], [m.encode(m.SegmentFd(number, nbytes, writable))], [fd] * descriptors)
+        socket.send_fds(
+            self._lifelines[-1], [m.encode(m.SegmentFd(number, nbytes, writable))], [fd] * descriptors
+        )
         os.close(fd)
 
     def hang_up(self) -> None:
@@ -95,7 +101,9 @@ class Peer:
     def wait_for(self, kind: type[m.Body]) -> m.Call:
         """The first call of a kind."""
         with self.heard:
-            assert self.heard.wait_for(lambda: any(isinstance(c.body, kind) for c in self.calls), 20), self.calls
+            assert self.heard.wait_for(lambda: any(isinstance(c.body, kind) for c in self.calls), 20), (
+                self.calls
+            )
             return next(call for call in self.calls if isinstance(call.body, kind))
 
     def close(self) -> None:

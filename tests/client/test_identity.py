@@ -28,7 +28,15 @@ def keys(things: list[torch.Tensor]) -> set[bytes]:
 def test_forms_of_the_same_bytes() -> None:
     """Turned pictures, other channels, other splits: all have the same bytes."""
     raw = torch.arange(30 * 100 * 12, dtype=torch.uint8)
-    shapes = [(30, 100, 12), (100, 30, 12), (30, 100, 3, 4), (30, 100, 4, 3), (36000,), (1, 36000), (36000, 1)]
+    shapes = [
+        (30, 100, 12),
+        (100, 30, 12),
+        (30, 100, 3, 4),
+        (30, 100, 4, 3),
+        (36000,),
+        (1, 36000),
+        (36000, 1),
+    ]
     assert len(keys([raw.view(shape) for shape in shapes])) == len(shapes)
 
 
@@ -84,7 +92,9 @@ def test_engineered_changes() -> None:
                 masked[at * block + k] ^= bit
         contents |= {bytes(swapped), bytes(masked)}
         data = swapped
-    assert len({mmbroker.digest(torch.frombuffer(bytearray(c), dtype=torch.uint8)) for c in contents}) == len(contents)
+    assert len({mmbroker.digest(torch.frombuffer(bytearray(c), dtype=torch.uint8)) for c in contents}) == len(
+        contents
+    )
 
 
 def test_swapped_chunks_of_the_tree() -> None:
@@ -99,7 +109,9 @@ def test_swapped_chunks_of_the_tree() -> None:
 @pytest.mark.parametrize("view", VIEWS)
 def test_how_the_memory_lies_does_not_matter(view: str) -> None:
     tensor = VIEWS[view](values(torch.float32, (4, 6)))
-    assert mmbroker.digest(tensor) == mmbroker.digest(tensor.detach().clone(memory_format=torch.contiguous_format))
+    assert mmbroker.digest(tensor) == mmbroker.digest(
+        tensor.detach().clone(memory_format=torch.contiguous_format)
+    )
 
 
 def test_every_entry_point_gives_one_key(readonly: Rig) -> None:
@@ -132,7 +144,9 @@ def test_every_process_finds_the_same_key() -> None:
     expected = [mmbroker.digest(x), mmbroker.digest([x, x]), mmbroker.digest(x.bfloat16(), "audio")]
     for seed, threads in (("0", "1"), ("1", "2"), ("random", "4")):
         environment = {"PYTHONHASHSEED": seed, "MMBROKER_HASH_THREADS": threads, "PATH": ""}
-        out = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, check=True).stdout
+        out = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, check=True
+        ).stdout
         assert [bytes.fromhex(text) for text in out.decode().split()] == expected
 
 

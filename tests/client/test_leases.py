@@ -107,10 +107,14 @@ def test_a_slot_is_not_reused_while_its_tensor_lives(client: mmbroker.Client, br
 
 
 @pytest.mark.parametrize("keep", ["tensor", "view", "storage"])
-def test_a_sealed_slot_stays_while_its_tensor_lives(client: mmbroker.Client, broker: BrokerProcess, keep: str) -> None:
+def test_a_sealed_slot_stays_while_its_tensor_lives(
+    client: mmbroker.Client, broker: BrokerProcess, keep: str
+) -> None:
     with lease(client) as mine:
         mine.tensor.fill_(3)
-        kept = {"tensor": lambda t: t, "view": lambda t: t[0], "storage": lambda t: t.untyped_storage()}[keep](mine.tensor)
+        kept = {"tensor": lambda t: t, "view": lambda t: t[0], "storage": lambda t: t.untyped_storage()}[
+            keep
+        ](mine.tensor)
         held = mine.seal()
     assert broker.status()["writer_pins"] == 1
     assert client.stats()["retained"] == 1

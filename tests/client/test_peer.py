@@ -191,7 +191,9 @@ def test_silence_is_named(client: Callable[[Handler], tuple[Peer, mmbroker.Clien
 
 
 @pytest.mark.parametrize("kind", [m.Created, m.Found, m.Sealed, m.Attached])
-def test_late_answers_are_undone(client: Callable[[Handler], tuple[Peer, mmbroker.Client]], kind: type) -> None:
+def test_late_answers_are_undone(
+    client: Callable[[Handler], tuple[Peer, mmbroker.Client]], kind: type
+) -> None:
     """Holds are dropped, leases aborted, an attachment detached."""
     late: list[m.Call] = []
 
@@ -306,7 +308,9 @@ def test_a_lease_without_its_segment(
     assert aborted.leases == [1]
 
 
-@pytest.mark.parametrize("place", [{"offset": 4096}, {"offset": -4}, {"offset": 4093}, {"offset": 1 << 62}], ids=str)
+@pytest.mark.parametrize(
+    "place", [{"offset": 4096}, {"offset": -4}, {"offset": 4093}, {"offset": 1 << 62}], ids=str
+)
 def test_a_lease_outside_its_segment(
     client: Callable[[Handler], tuple[Peer, mmbroker.Client]], place: dict[str, int]
 ) -> None:

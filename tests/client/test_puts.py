@@ -132,7 +132,9 @@ def test_two_batches_that_do_not_fit_together(clients: Callable[..., mmbroker.Cl
     together(lambda: put(clients(), 0), lambda: put(clients(), 10))
 
 
-def test_one_content_from_many_at_once(clients: Callable[..., mmbroker.Client], broker: BrokerProcess) -> None:
+def test_one_content_from_many_at_once(
+    clients: Callable[..., mmbroker.Client], broker: BrokerProcess
+) -> None:
     tensor = block(2)
     makers = [clients() for _ in range(4)]
     held = together(*[lambda client=client: client.put(tensor) for client in makers])
@@ -372,16 +374,25 @@ def test_books_balance_after_random_calls() -> None:
             try:
                 match chance.randrange(9):
                     case 0:
-                        held.append(rig.client.put(torch.tensor([n % 7]), to=chance.choice(["a", "a", None, "none"])))
+                        held.append(
+                            rig.client.put(torch.tensor([n % 7]), to=chance.choice(["a", "a", None, "none"]))
+                        )
                     case 1:
-                        held += rig.client.put_many([torch.tensor(n), torch.tensor(n), torch.tensor(n % 3)], to="a")
+                        held += rig.client.put_many(
+                            [torch.tensor(n), torch.tensor(n), torch.tensor(n % 3)], to="a"
+                        )
                     case 2:
-                        held.append(rig.client.put(torch.zeros(MIB, dtype=torch.uint8), key=f"{n}", timeout=0.01))
+                        held.append(
+                            rig.client.put(torch.zeros(MIB, dtype=torch.uint8), key=f"{n}", timeout=0.01)
+                        )
                     case 3:
                         found = rig.client.lookup(mmbroker.digest(torch.tensor([n % 7])), to="a")
                         held += [found] if found else []
                     case 4:
-                        with rig.client.get_or_create(f"lease {n % 20}", (n % 5,), torch.uint8).lease or _nothing():
+                        with (
+                            rig.client.get_or_create(f"lease {n % 20}", (n % 5,), torch.uint8).lease
+                            or _nothing()
+                        ):
                             if n % 2:
                                 raise ValueError
                     case 5 if held:
