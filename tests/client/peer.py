@@ -16,14 +16,13 @@ from mmbroker.proto import messages as m
 from mmbroker.proto.reference import PROTOCOL_VERSION
 
 Handler = Callable[["Peer", m.Call], m.Reply | bytes | None]
+Welcome = Callable[[m.Welcome], m.Lifeline | bytes | None]
 
 
 class Peer:
     """Answers each call with what `handler` returns: a reply, raw bytes, or nothing."""
 
-    def __init__(
-        self, handler: Handler, welcome: Callable[[m.Welcome], m.Lifeline | bytes | None] = lambda w: w
-    ) -> None:
+    def __init__(self, handler: Handler, welcome: Welcome = lambda w: w) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="mmb-", dir="/tmp"))
         self.handler = handler
         self.welcome = welcome

@@ -112,9 +112,8 @@ def test_a_sealed_slot_stays_while_its_tensor_lives(
 ) -> None:
     with lease(client) as mine:
         mine.tensor.fill_(3)
-        kept = {"tensor": lambda t: t, "view": lambda t: t[0], "storage": lambda t: t.untyped_storage()}[
-            keep
-        ](mine.tensor)
+        ways = {"tensor": lambda t: t, "view": lambda t: t[0], "storage": lambda t: t.untyped_storage()}
+        kept = ways[keep](mine.tensor)
         held = mine.seal()
     assert broker.status()["writer_pins"] == 1
     assert client.stats()["retained"] == 1
