@@ -10,7 +10,7 @@ is dismissed; schedulers take it and release it, from any thread, without locks,
   second look came before has left its mark; one whose second look comes after will miss. So once there is no mark,
   there is no user, and there will be none: the grant is settled as soon as no tensor handed out is alive either.
 
-Every use has an exporter of its own, the memoryview under its tensors, which is watched by a weak reference.
+Every use has an exporter of its own, what its tensors lie over, which is watched by a weak reference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mmbroker.proto.reference import Reference
 from . import mapping
 from .buffers import BufferPool
 from .mapping import Mapping
-from .tensors import Layout, build, layout
+from .tensors import Layout, build, export, layout
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -47,6 +47,8 @@ _LOST_ENTRIES: Final = 600.0
 _BOOTS: Final = 64
 
 Key = tuple[bytes, int]  # boot and hold
+#: A weak reference to what lives exactly as long as an entry's tensors.
+Watch = weakref.ref[Any]
 
 
 class _Entry:
@@ -66,17 +68,17 @@ class _Entry:
         self.memory = memoryview(b"")
         self.buffer: Mapping | None = None
         self.uses: dict[int, None] = {}
-        self.exporters: dict[int, weakref.ref[memoryview]] = {}
-        self.ready: list[tuple[list[torch.Tensor], weakref.ref[memoryview] | None]] = []
+        self.exporters: dict[int, Watch] = {}
+        self.ready: list[tuple[list[torch.Tensor], Watch | None]] = []
 
-    def build(self) -> tuple[list[torch.Tensor], weakref.ref[memoryview] | None]:
+    def build(self) -> tuple[list[torch.Tensor], Watch | None]:
         """Tensors over an exporter of their own."""
         if not self.ref.nbytes:
             return build(self.layout, self.memory), None
-        exporter = self.memory[:]
-        watch = weakref.ref(exporter)
+        tensors, exporter = export(self.layout, self.memory)
+        watch: Watch = weakref.ref(exporter)
         self.exporters[id(watch)] = watch
-        return build(self.layout, exporter), watch
+        return tensors, watch
 
     @property
     def kept(self) -> bool:
@@ -92,7 +94,7 @@ class Use:
     def __init__(self, entry: _Entry) -> None:
         self._entry: _Entry | None = entry
         self._built: list[torch.Tensor] | None = None
-        self._watch: weakref.ref[memoryview] | None = None
+        self._watch: Watch | None = None
         entry.uses[id(self)] = None
 
     @property

@@ -11,8 +11,9 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
 
 from mmbroker.proto.digest import content_digest
@@ -23,6 +24,12 @@ from mmbroker.proto.reference import Reference
 
 _BY_NAME: Final = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
 _NAMES: Final = {dtype: name for name, dtype in _BY_NAME.items()}
+
+_NUMPY: Final = {
+    dtype: np.dtype(name)
+    for name, dtype in _BY_NAME.items()
+    if (name in np.sctypeDict and not name.startswith("uint")) or name == "uint8"
+}
 
 #: dtype and shape of each tensor of a feature, and where its bytes begin.
 Layout = tuple[tuple[torch.dtype, tuple[int, ...], int, int], ...]
@@ -115,6 +122,23 @@ def build(layout: Layout, memory: memoryview) -> list[torch.Tensor]:
         else torch.empty(shape, dtype=dtype)
         for dtype, shape, elements, offset in layout
     ]
+
+
+def export(
+    layout: Layout, memory: memoryview
+) -> tuple[list[torch.Tensor], np.ndarray[Any, Any] | memoryview]:
+    """As `build`, with an object that lives as long as any of the tensors, and only then.
+
+    One tensor comes by way of numpy where numpy knows its dtype: that takes a quarter of the time, and keeps the
+    interpreter's lock throughout, so that it need not be waited for again.
+    """
+    if len(layout) == 1:
+        dtype, shape, elements, offset = layout[0]
+        if elements and (known := _NUMPY.get(dtype)) is not None:
+            array: np.ndarray[Any, Any] = np.ndarray(shape, known, memory, offset)
+            return [torch.from_numpy(array)], array
+    exporter = memory[:]
+    return build(layout, exporter), exporter
 
 
 # --- digests --------------------------------------------------------------------------------------------------------
