@@ -17,6 +17,8 @@ from . import settings
 
 logger = logging.getLogger(__name__)
 
+#: What SGLang's HTTP workers import without us.
+SGLANGS_APP: Final = "sglang.srt.entrypoints.http_server:app"
 #: SGLang's HTTP workers import this instead of SGLang's own app: they never load plugins by themselves.
 HTTP_APP: Final = "mmbroker.adapters.sglang.http_app:app"
 _SGLANG_HTTP_APP: Final = "SGLANG_HTTP_SERVER_APP_PATH"
@@ -91,11 +93,16 @@ def switch_on(asked: settings.Settings, main: bool) -> None:
 
 def stands_aside(args: Any) -> str | None:
     """Why the plugin cannot serve an engine with these arguments, if so. Raises `ValueError` for a conflict."""
+    from . import seams
+
     if float(os.environ.get("SGLANG_MM_BUFFER_SIZE_MB") or 0) > 0:
         raise ValueError(
             "SGLANG_MM_BUFFER_SIZE_MB moves every feature through a buffer of its own before it is hashed, and "
             "--mm-transport broker leaves nothing to hash: unset one of the two"
         )
+    several = (getattr(args, "tokenizer_worker_num", 1) or 1) > 1
+    if several and getattr(args, "enable_http2", False) and not seams.current().http2_workers:
+        return "this SGLang starts its HTTP/2 workers without plugins"
     if getattr(args, "use_ray", False):
         return "with --use-ray no plugin runs in the engine's processes"
     if (getattr(args, "nnodes", 1) or 1) > 1:

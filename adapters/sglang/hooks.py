@@ -35,6 +35,13 @@ def resolve(original: Original, args: Any, *rest: Any) -> Any:
     return original(args, *rest)
 
 
+def run_workers(original: Original, app: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND `uvicorn.run`, where SGLang does not ask the environment which app its HTTP workers shall import."""
+    from . import flags
+
+    return original(flags.HTTP_APP if app == flags.SGLANGS_APP else app, *args, **kwargs)
+
+
 # --- the tokenizer's process ----------------------------------------------------------------------------------------
 
 

@@ -19,4 +19,4 @@ if _asked.broker or _asked.measure is not None:
     # Loading hooked only what had been imported by then.
     flags.switch_on(_asked, main=True)
 
-app: Any = pkgutil.resolve_name(os.environ.get(flags.SERVED_APP) or "sglang.srt.entrypoints.http_server:app")
+app: Any = pkgutil.resolve_name(os.environ.get(flags.SERVED_APP) or flags.SGLANGS_APP)

@@ -64,6 +64,10 @@ class Version:
     fail: Callable[[Any, Any, str], Any]
     identify: Callable[[Any, bytes], None]
     topology: Callable[[Any], Topology]
+    #: Whether HTTP/2 workers can be made to load plugins.
+    http2_workers: bool
+    #: Modules that the launcher will import, beside the tokenizer's: imported before hooks are set.
+    launcher: tuple[str, ...] = ()
 
 
 def _identify_wide(item: Any, digest: bytes) -> None:
@@ -106,6 +110,7 @@ VERSIONS: Final = {
     "0.5.17": Version(
         hooks={
             (_ARGS, "ServerArgs.__post_init__"): hooks.resolve,
+            ("uvicorn", "run"): hooks.run_workers,
             (_TOKENIZER, "TokenizerManager._handle_batch_output"): hooks.hear_batch,
             (_TOKENIZER, "TokenizerManager._handle_abort_req"): hooks.hear_abort,
             (_SCHEDULER, "Scheduler._add_request_to_queue"): hooks.add_to_queue,
@@ -114,6 +119,8 @@ VERSIONS: Final = {
         fail=hooks.fail_by_abort,
         identify=_identify_narrow,
         topology=_topology_of_scheduler,
+        http2_workers=False,
+        launcher=("uvicorn",),
     ),
     "0.5.23": Version(
         hooks={
@@ -130,6 +137,7 @@ VERSIONS: Final = {
         fail=hooks.fail_by_error,
         identify=_identify_wide,
         topology=_topology_of_context,
+        http2_workers=True,
     ),
 }
 
@@ -166,7 +174,8 @@ def install(broker: bool, measured: bool, main: bool) -> None:
     if measured:
         wanted.update(_TIMED)
     if main:
-        importlib.import_module(_TOKENIZER)
+        for module in (_TOKENIZER, *found.launcher):
+            importlib.import_module(module)
     here = {key: hook for key, hook in wanted.items() if key[0] in sys.modules}
     missing = [f"{module}.{name}" for module, name in (*here, *found.names) if not _exists(module, name)]
     if missing:

@@ -28,14 +28,16 @@ from mmbroker.demo.model import tiny_model
 from tests import kit
 
 NEWEST = VERSION == "0.5.23"
-#: A core for each of two ranks.
-CORES = (min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0)))
 
 
-def ranks(arguments: Sequence[str]) -> int:
-    """How many ranks a server with these arguments has."""
-    sizes = {"--tp-size", "--pp-size", "--dp-size"}
-    return math.prod(int(size) for flag, size in pairwise(arguments) if flag in sizes)
+def binding(arguments: Sequence[str]) -> str:
+    """Which cores which rank may use. Without it SGLang wants a NUMA node for each; the older counts only TP ranks."""
+    sizes = {"--tp-size"} if not NEWEST else {"--tp-size", "--pp-size", "--dp-size"}
+    ranks = math.prod(int(size) for flag, size in pairwise(arguments) if flag in sizes)
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks > 1:
+        return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    return ",".join(map(str, cores))
 
 
 def schedule_batch() -> Any:
@@ -86,8 +88,7 @@ class Scene:
             scratch,
             (*asked, *arguments),
             {
-                # Otherwise SGLang wants a NUMA node for each rank, or all cores for one.
-                "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES)) if ranks(arguments) > 1 else "all",
+                "SGLANG_CPU_OMP_THREADS_BIND": binding(arguments),
                 "MMBROKER_MEASURE": str(self.measured),
                 "PYTHONPATH": str(self._install_faults()),
                 "TEST_FAULTS": str(self.faults),
