@@ -106,12 +106,7 @@ class Holds:
                 self.books.counters["unknown_holds"] += 1
                 continue
             self.books.counters["grants_failed"] += 1
-            if hold.ticket is not None and not hold.ticket.failure:
-                name = hold.engine.name if hold.engine is not None else ""
-                hold.ticket.failure = (
-                    f"rank {session.rank} of engine {name!r} (pid {session.pid}) could not take the feature: "
-                    f"{reason[:500] or 'no reason given'}"
-                )
+            self._refused(hold, session, reason[:500] or "no reason given")
             self.settle(session, [number], now)
 
     def settle(self, session: Session, numbers: Iterable[int], now: float) -> None:
@@ -125,17 +120,19 @@ class Holds:
             session.unacked.pop(number, None)
             self.books.counters["settled"] += 1
             if rank is Rank.GRANTED:
+                self._refused(hold, session, "it let go before it acknowledged")
                 self._heard(hold, now)
             self._close_if_settled(hold, now)
 
     def detach(self, session: Session, now: float) -> None:
         """Nobody waits for this rank's word any more, but its process may still read what it was granted."""
-        for hold in list(session.grants.values()):
-            rank = hold.ranks[session.number]
+        waiting = [hold for hold in session.grants.values() if hold.ranks[session.number] is Rank.GRANTED]
+        for hold in session.grants.values():
             hold.ranks[session.number] = Rank.DETACHED
-            if rank is Rank.GRANTED:
-                self._heard(hold, now)
         session.unacked.clear()
+        for hold in waiting:
+            if hold.ticket is not None:
+                self._lost(hold.ticket, session, now)
 
     def orphan(self, session: Session, now: float) -> None:
         """A producer has ended: what it was still asking for is over, what it may have sent goes on for a while."""
@@ -160,6 +157,12 @@ class Holds:
             self.books.credit(hold.engine, feature)
             self.books.rest(feature, now)
 
+    def _refused(self, hold: Hold, session: Session, reason: str) -> None:
+        """A rank has no entry for a grant: the call that waits for it fails, for all ranks alike."""
+        if hold.ticket is not None and not hold.ticket.failure:
+            who = f"rank {session.rank} of engine {hold.ticket.engine.name!r} (pid {session.pid})"
+            hold.ticket.failure = f"{who} could not take the feature: {reason}"
+
     def _heard(self, hold: Hold, now: float) -> None:
         ticket = hold.ticket
         if ticket is None:
@@ -173,20 +176,22 @@ class Holds:
             self.books.respond(
                 session, ticket.seq, Failed("FeatureError", ticket.failure + "; send it another way")
             )
-        elif not any(rank is not Rank.DETACHED for hold in ticket.holds for rank in hold.ranks.values()):
-            self._cancel(ticket, now)
-            self.books.respond(
-                session,
-                ticket.seq,
-                Failed(
-                    "NoSuchEngine",
-                    f"engine {ticket.engine.name!r} went away while it was being granted: send to another one, "
-                    "or again when it has started",
-                ),
-            )
         else:
             self._settle_ticket(ticket)
             self.books.respond(session, ticket.seq, ticket.answer())
+
+    def _lost(self, ticket: Ticket, rank: Session, now: float) -> None:
+        """A rank's session ended before it acknowledged: it may have no entry where the other ranks have one."""
+        self._cancel(ticket, now)
+        self.books.respond(
+            self.books.sessions[ticket.session],
+            ticket.seq,
+            Failed(
+                "NoSuchEngine",
+                f"rank {rank.rank} (pid {rank.pid}) of engine {ticket.engine.name!r} went away while it was being "
+                "granted: send to another engine, or again when it has started",
+            ),
+        )
 
     def _settle_ticket(self, ticket: Ticket) -> None:
         if ticket.timer is not None:
