@@ -1,0 +1,147 @@
+"""The broker's own books, added up again from scratch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from mmbroker.arena.allocator import round_up
+from mmbroker.records import Feature, Rank
+from mmbroker.state import Broker
+
+
+def audit(broker: Broker) -> None:
+    """Raise AssertionError unless every sum and every cross reference of the state machine is right."""
+    slots(broker)
+    holders(broker)
+    engines(broker)
+    waiting(broker)
+
+
+def slots(broker: Broker) -> None:
+    """Every byte of every segment is free or has exactly one owner, and the pool's sums are the sums."""
+    books, pool = broker.books, broker.books.pool
+    owned: dict[int, dict[int, int]] = {number: {} for number in pool.segments}
+    pinned: Counter[int] = Counter()
+
+    def own(slot, idle: bool = False) -> None:  # type: ignore[no-untyped-def]
+        if slot.segment:
+            assert slot.offset not in owned[slot.segment], f"slot {slot} has two owners"
+            owned[slot.segment][slot.offset] = slot.nbytes
+            pinned[slot.segment] += not idle
+
+    for lease in broker.leases.open.values():
+        own(lease.slot)
+    idle_bytes = 0
+    for feature in books.numbered.values():
+        idle = not feature.pinned
+        own(feature.slot, idle)
+        idle_bytes += feature.slot.nbytes * idle
+        assert books.features[feature.place] is feature
+        assert (feature.number in books.idle.get(feature.place[0], {})) == idle
+        if feature.slot.segment:
+            assert feature.number in pool.segments[feature.slot.segment].features
+    for session in books.sessions.values():
+        for slot in session.quarantine:
+            own(slot)
+        for what in session.pins.values():
+            if not isinstance(what, Feature):
+                own(what)
+    for segment in pool.segments.values():
+        allocator = segment.allocator
+        allocator.check()
+        lost = {o: n for o, n in allocator._slots.items() if o not in owned[segment.number]}
+        assert len(lost) == segment.abandoned, f"{len(lost)} slots without owner, {segment.abandoned} abandoned"
+        assert owned[segment.number].items() <= allocator._slots.items(), "an owned slot is not allocated"
+        assert segment.pinned == pinned[segment.number] + segment.abandoned
+        assert segment.features <= books.numbered.keys()
+        assert not segment.abandoned or segment.retired
+        assert (segment.empty_since is not None) == (segment.ready and allocator.empty) or not segment.ready
+    assert pool.capacity == sum(s.allocator.nbytes for s in pool.segments.values()) <= pool.limit
+    assert pool.used == sum(s.allocator.used for s in pool.segments.values())
+    assert pool.idle == idle_bytes
+    assert len(books.features) == len(books.numbered)
+    assert books.idle_count == sum(map(len, books.idle.values()))
+
+
+def holders(broker: Broker) -> None:
+    """Sessions and holds, leases and keys agree with each other."""
+    books = broker.books
+    leases = {n: lease for s in books.sessions.values() for n, lease in s.leases.items()}
+    assert leases == broker.leases.open
+    assert sorted(n for ls in books.flights.values() for n in (x.number for x in ls)) == sorted(leases)
+    for place, writing in books.flights.items():
+        assert writing and all(lease.place == place for lease in writing)
+    by_feature = {n: hold for f in books.numbered.values() for n in f.holds for hold in (broker.holds.open[n],)}
+    assert by_feature == broker.holds.open
+    for hold in broker.holds.open.values():
+        assert hold.feature.number in books.numbered
+        owned = not hold.over and hold.owner is not None
+        assert not owned or books.sessions[hold.owner].holds[hold.number] is hold  # type: ignore[index]
+        assert not hold.over or hold.ranks, "a hold that is over and settled is still there"
+        for number, rank in hold.ranks.items():
+            session = books.sessions[number]
+            assert session.grants[hold.number] is hold
+            assert (rank is Rank.DETACHED) == session.ended
+            assert (hold.number in session.unacked) == (rank is Rank.GRANTED)
+    for session in books.sessions.values():
+        assert all(broker.holds.open[n] is hold and not hold.over for n, hold in session.holds.items())
+        assert all(broker.holds.open[n] is hold for n, hold in session.grants.items())
+        assert session.unacked.keys() <= session.grants.keys()
+        assert len(session.answers) <= books.limits.answers_kept
+        for number, what in session.pins.items():
+            assert not isinstance(what, Feature) or number in what.pins
+        assert len(session.leases) + len(session.holds) <= books.limits.features_per_session, "quota"
+        if session.ended:
+            assert not (session.leases or session.holds or session.requests or session.tickets)
+            assert session.engine is None
+    pins = {n for f in books.numbered.values() for n in f.pins}
+    assert pins == {n for s in books.sessions.values() for n, w in s.pins.items() if isinstance(w, Feature)}
+
+
+def engines(broker: Broker) -> None:
+    """What each engine has in flight."""
+    books = broker.books
+    bytes_of: Counter[tuple[str, str]] = Counter()
+    uses: dict[tuple[str, str], Counter[int]] = {place: Counter() for place in books.engines}
+    for place, engine in books.engines.items():
+        assert engine.ranks and (engine.namespace, engine.name) == place
+        for rank, number in engine.ranks.items():
+            session = books.sessions[number]
+            assert session.engine is engine and session.rank == rank and not session.ended
+        for hold in broker.holds.open.values():
+            if hold.engine is engine:
+                assert hold.feature.place[0] == engine.namespace
+                uses[place][hold.feature.number] += 1
+        bytes_of[place] += sum(books.numbered[n].slot.nbytes for n in uses[place])
+        bytes_of[place] += sum(x.slot.nbytes for x in broker.leases.open.values() if x.engine is engine)
+        assert engine.uses == uses[place]
+        assert engine.in_flight == bytes_of[place], engine.name
+
+
+def waiting(broker: Broker) -> None:
+    """Every call that waits is in exactly one place, and has a deadline."""
+    books, admission = broker.books, broker.admission
+    queued = dict(admission.queue)
+    flying: dict[int, object] = {}
+    for place, requests in admission.flying.items():
+        assert requests, "an empty queue for a key"
+        assert place in books.flights, "waits for a key that nobody writes"
+        for number, request in requests.items():
+            assert place in request.flights
+            flying[number] = request
+    assert not queued.keys() & flying.keys()
+    mine = {r.number: r for s in books.sessions.values() for r in s.requests.values()}
+    assert mine == queued | flying
+    for request in mine.values():
+        assert request.timer is not None and request.timer.action is not None
+        assert request.nbytes == sum({i.key: round_up(i.form.nbytes) for i in request.items}.values())
+    for session in books.sessions.values():
+        assert not session.requests.keys() & session.tickets.keys()
+        assert not session.answers.keys() & (session.requests.keys() | session.tickets.keys())
+        assert len(session.requests) + len(session.tickets) <= books.limits.pending_per_session
+        for ticket in session.tickets.values():
+            open_ranks = sum(r is Rank.GRANTED for h in ticket.holds for r in h.ranks.values())
+            assert ticket.missing == open_ranks > 0
+            assert all(h.ticket is ticket for h in ticket.holds)
+            assert ticket.timer is not None and ticket.timer.action is not None
+    assert not books.stirred, "something changed and nobody looked"

@@ -1,0 +1,371 @@
+"""Random lives of a broker: producers, engines and processes that come, work, fail and go, in a small arena.
+
+What is checked after every event is in `ledger` and `audit`; what must be true in the end is in `teardown`.
+`MMBROKER_TEST_EXAMPLES` sets the number of lives (each of up to 60 rules).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, note, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from mmbroker.proto import messages as m
+from mmbroker.proto.keys import Kind
+
+from .shell import Peer, Shell, form, item, key
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+NAMES = st.integers(0, 5)
+KINDS = st.sampled_from([Kind.CONTENT, Kind.CONTENT, Kind.DERIVED, Kind.CALLER])
+PAGES = st.sampled_from([0, 0.5, 1, 1, 2, 3, 5, 9, 14])
+ENGINES = st.sampled_from([None, "engine-a", "engine-b"])
+TIMEOUTS = st.sampled_from([0.0, 0.1, 1.0, 1.0, 5.0])
+#: Errors of a seal whose leases were sealed all the same.
+SEALED_ANYWAY = ("EngineLagging", "FeatureError")
+SECONDS = st.sampled_from([0.01, 0.1, 0.25, 0.5, 2.0, 5.0])
+
+
+@st.composite
+def items(draw: st.DrawFn) -> list[m.Item]:
+    """A batch; mostly the same size for the same key, so that forms seldom conflict."""
+    batch = []
+    for name in draw(st.lists(NAMES, min_size=1, max_size=4)):
+        pages = [1, 2, 3, 6, 0, 4][name] if draw(st.integers(0, 9)) else draw(PAGES)
+        batch.append(item(name, pages, draw(KINDS)))
+    return batch
+
+
+#: What may happen next, and how often it is chosen.
+MOVES = {
+    "create": 8,
+    "put": 6,
+    "lookup": 2,
+    "seal": 7,
+    "abort": 2,
+    "drop": 5,
+    "unpin": 2,
+    "acknowledge": 7,
+    "settle": 7,
+    "time_passes": 4,
+    "segment": 2,
+    "rank_comes": 3,
+    "producer_comes": 2,
+    "nonsense": 1,
+    "repeat": 1,
+    "status": 1,
+    "detach": 1,
+    "producer_ends": 1,
+    "rank_ends": 1,
+    "ghost_comes_back": 1,
+    "ghost_goes": 1,
+}
+
+
+class Life(RuleBasedStateMachine):
+    @initialize(
+        segment=st.sampled_from([4, 8, 16]),
+        watermark=st.sampled_from([0.0, 0.2]),
+        grow=st.sampled_from([True, True, None]),
+    )
+    def start(self, segment: int, watermark: float, grow: bool | None) -> None:
+        self.shell = Shell(
+            grow,
+            segment=segment,
+            watermark=watermark,
+            features_per_session=8,
+            pending_per_session=3,
+            items_per_call=5,
+            producer_grace=3.0,
+            answers_kept=6,
+            cached_features=5,
+        )
+        self.producers = [self.shell.client() for _ in range(2)]
+        self.ranks: list[Peer] = []
+        self.ghosts: list[Peer] = []
+        self.leases: dict[int, Peer] = {}
+        self.retained: list[tuple[Peer, int]] = []
+        self.holds: list[tuple[Peer, int]] = []
+        self.collected: set[tuple[int, int]] = set()
+        self.sealing: dict[tuple[int, int], list[m.Sealing]] = {}
+        for rank in range(2):
+            self.join("a", "engine-a", rank, 2, prompt=True)
+
+    @rule(data=st.data(), move=st.sampled_from([name for name, weight in MOVES.items() for _ in range(weight)]))
+    def move(self, data: st.DataObject, move: str) -> None:
+        note(move)
+        getattr(self, move)(data.draw)
+        self.collect()
+
+    def join(self, namespace: str, engine: str, rank: int, world: int, prompt: bool) -> None:
+        peer = self.shell.client(f"{engine}-rank", namespace)
+        peer.prompt = prompt
+        self.ranks.append(peer)
+        peer.ask(m.Attach(engine, rank, world))
+
+    def producer_comes(self, draw: Draw) -> None:
+        if len(self.producers) < 5:
+            namespace, traceable = draw(st.sampled_from("aab")), draw(st.sampled_from([True, True, True, False]))
+            self.producers.append(self.shell.client(namespace=namespace, traceable=traceable))
+
+    def rank_comes(self, draw: Draw) -> None:
+        """Most often a rank that an engine lacks."""
+        lacking = [
+            (engine.namespace, engine.name, rank, engine.world)
+            for engine in self.shell.broker.books.engines.values()
+            for rank in range(engine.world)
+            if rank not in engine.ranks
+        ]
+        if len(self.ranks) < 7:
+            fresh = [("a", "engine-a", 0, 2), ("a", "engine-b", 0, 1), ("a", "engine-b", 2, 3), ("b", "engine-a", 0, 1)]
+            self.join(*draw(st.sampled_from(lacking * 3 + fresh)), prompt=draw(st.booleans()))
+
+    # --- producers ---
+
+    def collect(self) -> None:
+        """What the answers since the last time gave to producers."""
+        for peer in [*self.producers, *self.ranks]:
+            for seq, answer in list(peer.answers.items()):
+                if (peer.number, seq) in self.collected:
+                    continue
+                self.collected.add((peer.number, seq))
+                sealing = self.sealing.pop((peer.number, seq), [])
+                match answer:
+                    case m.Created(results):
+                        self.leases |= {r.lease: peer for r in results if isinstance(r, m.Leased)}
+                        self.holds += [(peer, r.ref.hold) for r in results if isinstance(r, m.Hit)]
+                    case m.Found(refs) | m.Sealed(refs):
+                        self.holds += [(peer, ref.hold) for ref in refs if ref is not None]
+                if not isinstance(answer, m.Failed) or answer.error in SEALED_ANYWAY:
+                    self.retained += [(peer, s.lease) for s in sealing if s.retained]
+
+    def create(self, draw: Draw) -> None:
+        if self.producers:
+            peer = draw(st.sampled_from(self.producers))
+            peer.create(*draw(items()), to=draw(ENGINES), timeout=draw(TIMEOUTS))
+
+    def put(self, draw: Draw) -> None:
+        """Create, and seal what was leased, as a client does."""
+        if self.producers:
+            peer, to = draw(st.sampled_from(self.producers)), draw(ENGINES)
+            seq = peer.create(*draw(items()), to=to)
+            self.collect()
+            answer = peer.answers.get(seq)
+            if isinstance(answer, m.Created):
+                mine = [r.lease for r in answer.results if isinstance(r, m.Leased) and r.lease in self.leases]
+                if mine:
+                    self.seal_these(peer, mine, to, draw(TIMEOUTS), False)
+
+    def lookup(self, draw: Draw) -> None:
+        if self.producers:
+            keys = [key(draw(NAMES), draw(KINDS)), key(0)]
+            draw(st.sampled_from(self.producers)).call(m.Lookup(keys, draw(ENGINES)), draw(TIMEOUTS))
+
+    def seal(self, draw: Draw) -> None:
+        if self.leases:
+            peer = self.leases[draw(st.sampled_from(sorted(self.leases)))]
+            mine = [n for n, owner in self.leases.items() if owner is peer][: draw(st.integers(1, 4))]
+            self.seal_these(peer, mine, draw(ENGINES), draw(TIMEOUTS), draw(st.booleans()))
+
+    def seal_these(self, peer: Peer, mine: list[int], to: str | None, timeout: float, retained: bool) -> None:
+        sealings = [m.Sealing(n, retained) for n in mine]
+        seq = next(peer.seqs)
+        self.sealing[peer.number, seq] = sealings
+        peer.call(m.Seal(sealings, to), timeout, seq)
+        answer = peer.answers.get(seq)
+        if not isinstance(answer, m.Failed) or answer.error in SEALED_ANYWAY:
+            self.leases = {n: owner for n, owner in self.leases.items() if n not in mine}
+        elif answer.error == "DigestConflict":
+            peer.cast(m.Abort(mine))
+            self.leases = {n: owner for n, owner in self.leases.items() if n not in mine}
+
+    def abort(self, draw: Draw) -> None:
+        if self.leases:
+            lease = draw(st.sampled_from(sorted(self.leases)))
+            self.leases.pop(lease).cast(m.Abort([lease]))
+
+    def drop(self, draw: Draw) -> None:
+        if self.holds:
+            peer, _ = draw(st.sampled_from(self.holds))
+            mine = [place for place in self.holds if place[0] is peer][: draw(st.integers(1, 3))]
+            self.holds = [place for place in self.holds if place not in mine]
+            peer.drop(*(hold for _, hold in mine))
+
+    def unpin(self, draw: Draw) -> None:
+        if self.retained:
+            peer, lease = self.retained.pop(draw(st.integers(0, len(self.retained) - 1)))
+            peer.cast(m.Unpin([lease]))
+
+    # --- ranks ---
+
+    def acknowledge(self, draw: Draw) -> None:
+        ranks = [rank for rank in self.ranks if rank.granted]
+        if ranks:
+            rank, fail = draw(st.sampled_from(ranks)), draw(st.sampled_from([False, False, False, True]))
+            first = next(iter(rank.granted))
+            rank.ack([] if fail else None if draw(st.booleans()) else [first], [first] if fail else [], "no memory")
+
+    def settle(self, draw: Draw) -> None:
+        ranks = [rank for rank in self.ranks if rank.dismissed]
+        if ranks:
+            rank = draw(st.sampled_from(ranks))
+            rank.settle(None if draw(st.booleans()) else [next(iter(rank.dismissed))])
+
+    def detach(self, draw: Draw) -> None:
+        if self.ranks:
+            draw(st.sampled_from(self.ranks)).ask(m.Detach())
+
+    # --- nonsense, repeats, the operator ---
+
+    def nonsense(self, draw: Draw) -> None:
+        """Numbers that may be anybody's. Only their owner's say counts."""
+        peer, number = draw(st.sampled_from(self.producers + self.ranks or [self.shell.client()])), draw(st.integers(0, 40))
+        mine = {n for n, owner in self.leases.items() if owner is peer}
+        held = {hold for owner, hold in self.holds if owner is peer}
+        kept = {lease for owner, lease in self.retained if owner is peer}
+        granted = {*peer.granted, *peer.entries, *peer.dismissed}
+        bodies: list[m.Body] = [m.Seal([m.Sealing(number), m.Sealing(number)])]
+        bodies += [m.Abort([number]), m.Seal([m.Sealing(number)])] * (number not in mine)
+        bodies += [m.Drop([number])] * (number not in held)
+        bodies += [m.Unpin([number])] * (number not in kept | mine)
+        bodies += [m.Ack([number], [number]), m.Settle([number])] * (number not in granted)
+        body = draw(st.sampled_from(bodies))
+        if draw(st.booleans()):
+            peer.cast(body)
+        else:
+            peer.call(body)
+
+    def repeat(self, draw: Draw) -> None:
+        """An answered call again, or one that still waits."""
+        if self.producers:
+            peer = draw(st.sampled_from(self.producers))
+            known = {*self.shell.ledger.clients[peer.number].answered}
+            known |= {seq for owner, seq in self.shell.ledger.waiting if owner == peer.number}
+            if known:
+                peer.call(m.Create([item(0)]), seq=draw(st.sampled_from(sorted(known))))
+
+    def status(self, draw: Draw) -> None:
+        if self.producers:
+            assert isinstance(draw(st.sampled_from(self.producers)).ask(m.Status(features=3)), m.Report | m.Failed)
+
+    # --- time, memory, ends ---
+
+    def time_passes(self, draw: Draw) -> None:
+        self.shell.advance(draw(SECONDS))
+
+    def segment(self, draw: Draw) -> None:
+        if self.shell.growing:
+            self.shell.grown(draw(st.sampled_from([True, True, False])))
+
+    def producer_ends(self, draw: Draw) -> None:
+        if self.producers:
+            self.end(draw(st.sampled_from(self.producers)), draw(st.booleans()))
+
+    def rank_ends(self, draw: Draw) -> None:
+        if self.ranks:
+            self.end(draw(st.sampled_from(self.ranks)), draw(st.booleans()))
+
+    def end(self, peer: Peer, alive: bool) -> None:
+        peer.end(alive)
+        self.producers = [p for p in self.producers if p is not peer]
+        self.ranks = [p for p in self.ranks if p is not peer]
+        self.leases = {n: owner for n, owner in self.leases.items() if owner is not peer}
+        self.holds = [place for place in self.holds if place[0] is not peer]
+        self.retained = [place for place in self.retained if place[0] is not peer]
+        if alive:
+            self.ghosts.append(peer)
+
+    def ghost_comes_back(self, draw: Draw) -> None:
+        """The process of a lost session connects again, and may confirm that it let go of everything."""
+        if self.ghosts:
+            ghost = draw(st.sampled_from(self.ghosts))
+            peer = self.shell.client("back", ghost.namespace, pid=ghost.pid)
+            self.ranks.append(peer)
+            peer.ask(m.Attach("engine-a", 0, 2))
+            if draw(st.booleans()):
+                peer.ask(m.Released(ghost.number))
+                self.ghosts.remove(ghost)
+
+    def ghost_goes(self, draw: Draw) -> None:
+        if self.ghosts:
+            self.ghosts.pop(draw(st.integers(0, len(self.ghosts) - 1))).gone()
+
+    # --- the end ---
+
+    def teardown(self) -> None:
+        if hasattr(self, "shell"):
+            self.nobody_waits_where_nothing_is_held()
+            self.nothing_is_left()
+
+    def nobody_waits_where_nothing_is_held(self) -> None:
+        shell = self.shell
+        for ghost in self.ghosts:
+            ghost.gone()
+        for rank in self.ranks:
+            rank.prompt = True
+        for _ in range(60):
+            self.let_go()
+            if not shell.ledger.waiting:
+                break
+            shell.advance(0.25)
+        stuck = [w for w in shell.ledger.waiting.values() if isinstance(w.body, m.Create)]
+        assert not stuck, f"waiting for room that is there: {stuck}"
+        self.let_go()
+        shell.advance(shell.limits.producer_grace)
+        self.let_go()
+        report = shell.report()
+        assert (report["leases"], report["holds"]) == (0, 0), "a lease or hold that nobody knows of"
+
+    def let_go(self) -> None:
+        """Everybody gives back what they have and answers what they were asked."""
+        shell = self.shell
+        while shell.growing:
+            shell.grown(True)
+        self.collect()
+        for rank in self.ranks:
+            if rank.granted:
+                rank.ack()
+            if rank.dismissed:
+                rank.settle()
+        self.collect()
+        for number, peer in self.leases.items():
+            peer.cast(m.Abort([number]))
+        for peer, hold in self.holds:
+            peer.drop(hold)
+        for peer, number in self.retained:
+            peer.cast(m.Unpin([number]))
+        self.leases.clear()
+        self.holds.clear()
+        self.retained.clear()
+
+    def nothing_is_left(self) -> None:
+        shell = self.shell
+        for peer in [*self.producers, *self.ranks]:
+            peer.end()
+        while shell.growing:
+            shell.grown(True)
+        shell.advance(60.0)
+        report = shell.report()
+        assert (report["leases"], report["holds"], report["quarantined"], report["writer_pins"]) == (0, 0, 0, 0)
+        assert not report["sessions"] and not report["ghosts"] and not report["engines"] and not report["waiting"]
+        assert report["pool"]["held"] == 0 and report["timers"] == 0, report
+        last = shell.client(namespace="c")
+        answer_seq = last.create(m.Item(key("all of it"), form(16)))
+        while shell.growing:
+            shell.grown(True)
+        answer = last.answers.get(answer_seq)
+        assert isinstance(answer, m.Created), f"the arena is empty, and not to be had: {answer}"
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(
+    max_examples=int(os.environ.get("MMBROKER_TEST_EXAMPLES", "150")),
+    stateful_step_count=60,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
