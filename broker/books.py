@@ -195,14 +195,16 @@ class Books:
         if segment.empty_since is None or segment.watched or segment.number not in self.pool.segments:
             return
         segment.watched = True
-        linger = max(self.limits.segment_linger, 0.05)  # whoever asked for it has yet to use it
-        self.timers.at(segment.empty_since + linger, lambda at: self._shrink(segment, at))
+        self.timers.at(self._linger_ends(segment.empty_since), lambda at: self._shrink(segment, at))
+
+    def _linger_ends(self, since: float) -> float:
+        return since + max(self.limits.segment_linger, 0.05)  # whoever asked for it has yet to use it
 
     def _shrink(self, segment: Segment, now: float) -> None:
         segment.watched = False
         if segment.number not in self.pool.segments or segment.empty_since is None:
             return
-        if now - segment.empty_since >= self.limits.segment_linger:
+        if now >= self._linger_ends(segment.empty_since):  # never the difference: it may be less, by rounding
             self.discard(segment)
         else:
             self.watch_empty(segment, now)
