@@ -21,29 +21,33 @@ class Room:
     ) -> list[Slot] | None:
         """Slots for all items, or none at all. Evicts what is idle, except `hits`; asks for a segment if need be."""
         books = self.books
-        need = sum(round_up(item.form.nbytes) for item in items)
+        sizes = [round_up(item.form.nbytes) for item in items]
+        need = sum(sizes)
         stirred = books.stirred  # what is evicted here is for this request, and no news to those behind it
         resting = [feature for feature in hits if not feature.pinned]
         for feature in resting:
             books.wake(feature)
-        slots: list[Slot] | None = []
-        if need > books.pool.limit - books.pool.held:
-            slots = None
-        for item in items if slots is not None else ():
-            slot = self._one(namespace, item.form.nbytes, now)
-            if slot is None:
-                for taken in slots or ():
-                    books.unallocate(taken, now)
-                slots = None
-                break
-            assert slots is not None
-            slots.append(slot)
+        slots = self._all(namespace, sizes, now) if need <= books.pool.limit - books.pool.held else None
         for feature in resting:
             books.rest(feature, now)
         books.stirred = stirred
         if slots and need:
             self._grow_ahead(namespace)
         return slots
+
+    def _all(self, namespace: str, sizes: list[int], now: float) -> list[Slot] | None:
+        """The largest first: where it goes decides. If pieces are too small, one segment for the whole batch is not."""
+        slots: dict[int, Slot] = {}
+        for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+            slot = self._one(namespace, sizes[at], now)
+            if slot is None:
+                for taken in slots.values():
+                    self.books.unallocate(taken, now)
+                if not self.books.pool.growing(namespace):
+                    self._clear(namespace, sum(sizes), now)
+                return None
+            slots[at] = slot
+        return [slots[at] for at in range(len(sizes))]
 
     def _one(self, namespace: str, nbytes: int, now: float) -> Slot | None:
         books, pool = self.books, self.books.pool
@@ -58,14 +62,19 @@ class Room:
                 slot = pool.allocate(namespace, nbytes)
                 if slot is not None:
                     return slot
-        if not self.blocked:
-            for segment in list(pool.segments.values()):
-                if pool.limit - pool.capacity >= round_up(nbytes):
-                    break
-                if segment.ready and not segment.pinned and not segment.retired:
-                    self._empty(segment, now)
-            self._grow(namespace, nbytes)
+        self._clear(namespace, nbytes, now)
         return None
+
+    def _clear(self, namespace: str, nbytes: int, now: float) -> None:
+        """Have a segment for so much made in place of others that hold nothing but idle features, if that is enough."""
+        pool = self.books.pool
+        loose = [s for s in pool.segments.values() if s.ready and not s.pinned and not s.retired]
+        if self.blocked or pool.limit - pool.capacity + sum(s.allocator.nbytes for s in loose) < nbytes:
+            return
+        for segment in loose:
+            if pool.limit - pool.capacity < nbytes and segment.number in pool.segments:
+                self._empty(segment, now)
+        self._grow(namespace, nbytes)
 
     def _empty(self, segment: Segment, now: float) -> None:
         """Evict everything from a segment that has nothing but idle features, and give it back."""

@@ -1,8 +1,8 @@
 """What the outside may rely on, checked from the outside: events and effects are all that the `Ledger` sees.
 
-It knows of every slot who may still touch it: a writer with an open, broken or retained lease, producers with holds, ranks
-with grants. It never knows more than the clients do, so what it takes for free may still be in use for the broker, never
-the other way round.
+It knows of every slot who may still touch it: a writer with an open, broken or retained lease, producers with holds,
+ranks with grants. It knows no more than the clients do, so what it takes for free may still be in use for the broker,
+never the other way round.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Claim:
 
     @property
     def busy(self) -> bool:
-        return self.state in ("open", "broken") or bool(self.retained or self.holds or self.ranks or self.forever)
+        return self.state in ("open", "broken") or bool(
+            self.retained or self.holds or self.ranks or self.forever
+        )
 
 
 @dataclass(eq=False)
@@ -96,7 +98,9 @@ class Ledger:
         self.ready: set[int] = set()
         self.namespaces: dict[int, str] = {}  # segment -> namespace
         self.waiting: dict[tuple[int, int], Waiting] = {}
-        self.served: list[tuple[int, str, str | None]] = []  # creates that got leases: order, namespace, engine
+        self.served: list[
+            tuple[int, str, str | None]
+        ] = []  # creates that got leases: order, namespace, engine
         self.calls = 0
         self.now = 0.0
 
@@ -115,7 +119,9 @@ class Ledger:
         for effect in effects:
             self._effect(effect)
         if repeated is not None:
-            assert effects == [e.Respond(event.session, event.seq, repeated)], "a repeat gets the same answer only"  # type: ignore[union-attr]
+            assert effects == [e.Respond(event.session, event.seq, repeated)], (
+                "a repeat gets the same answer only"
+            )  # type: ignore[union-attr]
         self._after()
 
     # --- what happened ----------------------------------------------------------------------------------------------
@@ -335,7 +341,9 @@ class Ledger:
 
     def _describes(self, ref: Reference, claim: Claim) -> None:
         form = claim.form
-        assert claim.state == "sealed" and not claim.overwritten, f"a reference to a slot that is {claim.state}"
+        assert claim.state == "sealed" and not claim.overwritten, (
+            f"a reference to a slot that is {claim.state}"
+        )
         assert (ref.digest, ref.dtype, ref.shape, ref.nbytes, ref.parts) == (
             claim.key.value,
             form.dtype,
@@ -406,7 +414,9 @@ class Ledger:
                 assert item.key not in fresh, "two leases for equal keys in one batch"
                 fresh.add(item.key)
                 writers = self._writers(namespace, item.key)
-                patient = self.now - waiting.since < self.limits.single_flight or item.key.kind is Kind.DERIVED
+                patient = (
+                    self.now - waiting.since < self.limits.single_flight or item.key.kind is Kind.DERIVED
+                )
                 assert not (writers and patient), "a second lease beside a living one"
                 self._leased(session, namespace, item, result)
             elif isinstance(result, m.Hit):
@@ -420,11 +430,15 @@ class Ledger:
         assert fresh or not pending, "a batch without leases was told to wait for others"
         if call.to is None:  # else it may have changed until the hits were acknowledged
             for item in pending:
-                written = self._writers(namespace, item.key) or self._asked(namespace, item.key, granting=True)
+                written = self._writers(namespace, item.key) or self._asked(
+                    namespace, item.key, granting=True
+                )
                 assert written, "pending, but nobody writes it"
 
     def _writers(self, namespace: str, key: Key) -> list[Claim]:
-        return [c for c in self.leases.values() if c.state == "open" and (c.namespace, c.key) == (namespace, key)]
+        return [
+            c for c in self.leases.values() if c.state == "open" and (c.namespace, c.key) == (namespace, key)
+        ]
 
     def _asked(self, namespace: str, key: Key, granting: bool = False) -> bool:
         """Does a create wait that names this key? `granting`: it may have a lease on it that it was not told of yet."""
@@ -466,7 +480,11 @@ class Ledger:
             if hold.orphaned + self.limits.producer_grace <= self.now and not hold.over:
                 self._over(number)
             if hold.over:
-                told = {s for s, w in hold.ranks.items() if w in ("acked", "granted") and not self.clients[s].ended}
+                told = {
+                    s
+                    for s, w in hold.ranks.items()
+                    if w in ("acked", "granted") and not self.clients[s].ended
+                }
                 assert told <= hold.dismissed, f"hold {number} is over and {told} were not told"
         self._in_order()
 
@@ -475,7 +493,12 @@ class Ledger:
         for order, namespace, to in self.served:
             for (session, _), waiting in self.waiting.items():
                 call = waiting.body
-                if not isinstance(call, m.Create) or not waiting.fresh or waiting.order > order or call.to != to:
+                if (
+                    not isinstance(call, m.Create)
+                    or not waiting.fresh
+                    or waiting.order > order
+                    or call.to != to
+                ):
                     continue
                 if namespace == self.clients[session].opened.namespace:
                     known = any(self._known(namespace, item.key) for item in call.items)

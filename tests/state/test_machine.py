@@ -95,7 +95,9 @@ class Life(RuleBasedStateMachine):
         for rank in range(2):
             self.join("a", "engine-a", rank, 2, prompt=True)
 
-    @rule(data=st.data(), move=st.sampled_from([name for name, weight in MOVES.items() for _ in range(weight)]))
+    @rule(
+        data=st.data(), move=st.sampled_from([name for name, weight in MOVES.items() for _ in range(weight)])
+    )
     def move(self, data: st.DataObject, move: str) -> None:
         note(move)
         getattr(self, move)(data.draw)
@@ -109,7 +111,10 @@ class Life(RuleBasedStateMachine):
 
     def producer_comes(self, draw: Draw) -> None:
         if len(self.producers) < 5:
-            namespace, traceable = draw(st.sampled_from("aab")), draw(st.sampled_from([True, True, True, False]))
+            namespace, traceable = (
+                draw(st.sampled_from("aab")),
+                draw(st.sampled_from([True, True, True, False])),
+            )
             self.producers.append(self.shell.client(namespace=namespace, traceable=traceable))
 
     def rank_comes(self, draw: Draw) -> None:
@@ -121,7 +126,12 @@ class Life(RuleBasedStateMachine):
             if rank not in engine.ranks
         ]
         if len(self.ranks) < 7:
-            fresh = [("a", "engine-a", 0, 2), ("a", "engine-b", 0, 1), ("a", "engine-b", 2, 3), ("b", "engine-a", 0, 1)]
+            fresh = [
+                ("a", "engine-a", 0, 2),
+                ("a", "engine-b", 0, 1),
+                ("a", "engine-b", 2, 3),
+                ("b", "engine-a", 0, 1),
+            ]
             self.join(*draw(st.sampled_from(lacking * 3 + fresh)), prompt=draw(st.booleans()))
 
     # --- producers ---
@@ -207,7 +217,9 @@ class Life(RuleBasedStateMachine):
         if ranks:
             rank, fail = draw(st.sampled_from(ranks)), draw(st.sampled_from([False, False, False, True]))
             first = next(iter(rank.granted))
-            rank.ack([] if fail else None if draw(st.booleans()) else [first], [first] if fail else [], "no memory")
+            rank.ack(
+                [] if fail else None if draw(st.booleans()) else [first], [first] if fail else [], "no memory"
+            )
 
     def settle(self, draw: Draw) -> None:
         ranks = [rank for rank in self.ranks if rank.dismissed]
@@ -223,7 +235,8 @@ class Life(RuleBasedStateMachine):
 
     def nonsense(self, draw: Draw) -> None:
         """Numbers that may be anybody's. Only their owner's say counts."""
-        peer, number = draw(st.sampled_from(self.producers + self.ranks or [self.shell.client()])), draw(st.integers(0, 40))
+        peer = draw(st.sampled_from(self.producers + self.ranks or [self.shell.client()]))
+        number = draw(st.integers(0, 40))
         mine = {n for n, owner in self.leases.items() if owner is peer}
         held = {hold for owner, hold in self.holds if owner is peer}
         kept = {lease for owner, lease in self.retained if owner is peer}
@@ -250,7 +263,9 @@ class Life(RuleBasedStateMachine):
 
     def status(self, draw: Draw) -> None:
         if self.producers:
-            assert isinstance(draw(st.sampled_from(self.producers)).ask(m.Status(features=3)), m.Report | m.Failed)
+            assert isinstance(
+                draw(st.sampled_from(self.producers)).ask(m.Status(features=3)), m.Report | m.Failed
+            )
 
     # --- time, memory, ends ---
 
@@ -350,8 +365,18 @@ class Life(RuleBasedStateMachine):
             shell.grown(True)
         shell.advance(60.0)
         report = shell.report()
-        assert (report["leases"], report["holds"], report["quarantined"], report["writer_pins"]) == (0, 0, 0, 0)
-        assert not report["sessions"] and not report["ghosts"] and not report["engines"] and not report["waiting"]
+        assert (report["leases"], report["holds"], report["quarantined"], report["writer_pins"]) == (
+            0,
+            0,
+            0,
+            0,
+        )
+        assert (
+            not report["sessions"]
+            and not report["ghosts"]
+            and not report["engines"]
+            and not report["waiting"]
+        )
         assert report["pool"]["held"] == 0 and report["timers"] == 0, report
         last = shell.client(namespace="c")
         answer_seq = last.create(m.Item(key("all of it"), form(16)))
