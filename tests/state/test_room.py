@@ -11,6 +11,16 @@ from mmbroker.proto import messages as m
 
 from .shell import PAGE, Shell, item
 
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[int]:
+    """Pages that fill the arena, or nearly."""
+    cuts = sorted(draw(st.lists(st.integers(1, 15), max_size=5)))
+    pages = [end - start for start, end in zip([0, *cuts], [*cuts, 16], strict=True)]
+    pages[draw(st.integers(0, len(pages) - 1))] -= draw(st.sampled_from([0, 0, 1, 2]))
+    return draw(st.permutations([max(n, 0) for n in pages]))
+
+
 EXAMPLES = int(os.environ.get("MMBROKER_TEST_EXAMPLES", "150"))
 
 
@@ -21,7 +31,7 @@ EXAMPLES = int(os.environ.get("MMBROKER_TEST_EXAMPLES", "150"))
         st.tuples(st.sampled_from("aab"), st.lists(st.integers(1, 9), min_size=1, max_size=3)), max_size=6
     ),
     held=st.booleans(),
-    batch=st.lists(st.integers(0, 16), min_size=1, max_size=8).filter(lambda pages: sum(pages) <= 16),
+    batch=batches(),
 )
 def test_a_batch_that_fits_is_granted_when_nothing_is_held(
     segment: int, before: list[tuple[str, list[int]]], held: bool, batch: list[int]
@@ -48,17 +58,32 @@ def test_a_batch_that_fits_is_granted_when_nothing_is_held(
 
 
 def test_what_cannot_be_had_evicts_nothing_from_others() -> None:
-    """A segment with something held in it stays, and so does every cache whose loss would not be enough."""
-    shell = Shell(segment=4)
+    """Segments are given up for a larger one only if that one can be had then."""
+    shell = Shell(segment=8)
     one, other = shell.client(), shell.client(namespace="b")
     held = one.put(item("held", 4))
     other.drop(*other.put(item("cached", 4)))
-    other.drop(*other.put(item("cached too", 4)))
-    seq = one.create(item("large", 13), timeout=1.0)
+    seq = one.create(item("large", 12), timeout=1.0)
     shell.advance(1.0)
     failed = one.answers[seq]
     assert isinstance(failed, m.Failed) and failed.error == "PoolFull"
-    assert failed.figures == {"requested": 13 * PAGE, "free": 12 * PAGE, "limit": 16 * PAGE}
-    assert shell.report()["features_idle"] == 2
+    assert failed.figures == {"requested": 12 * PAGE, "free": 12 * PAGE, "limit": 16 * PAGE}
+    assert other.ask(m.Lookup([item("cached").key])).refs[0] is not None
     one.drop(*held)
-    assert isinstance(one.ask(m.Create([item("large", 13)])), m.Created)
+    other.end()
+    seq = one.create(item("large", 12), timeout=1.0)
+    assert isinstance(one.answers[seq], m.Created)
+
+
+def test_small_items_do_not_sit_in_the_way_of_large_ones() -> None:
+    """Two idle segments of four pages, and one of eight that is half held: room for eight and four."""
+    shell = Shell(segment=4)
+    peer = shell.client()
+    small = peer.put(item("small", 4)) + peer.put(item("small too", 4))
+    peer.drop(*peer.put(item("large", 8)))
+    (held,) = peer.lease(item("held", 4))
+    peer.drop(*small)
+    seq = peer.create(item("four", 4), item("eight", 8))
+    answer = peer.answers.get(seq)
+    assert isinstance(answer, m.Created)
+    assert held.segment in {result.segment for result in answer.results if isinstance(result, m.Leased)}
