@@ -69,12 +69,13 @@ class Admission:
             return Failed(
                 "QuotaExceeded", text, {"requested": len(items), "used": 0, "limit": limits.items_per_call}
             )
-        used = len(session.leases) + len(session.holds)
+        waiting = sum(len(request.items) for request in session.requests.values())
+        used = len(session.leases) + len(session.holds) + waiting
         if used + len(items) > limits.features_per_session:
             books.counters["quota_refusals"] += 1
             return Failed(
                 "QuotaExceeded",
-                f"this client has {used} leases and holds; {len(items)} more exceed its limit of "
+                f"this client has {used} leases and holds, or waits for them; {len(items)} more exceed its limit of "
                 f"{limits.features_per_session}: drop some, or raise --features-per-session",
                 {"requested": len(items), "used": used, "limit": limits.features_per_session},
             )

@@ -229,6 +229,7 @@ def stop(name: str | None, timeout: float) -> None:
 
     Engines carry on: they use what they have, and send new features their own way.
     """
+    from mmbroker.proto.errors import BrokerLost
     from mmbroker.proto.messages import Shutdown
 
     from . import instance
@@ -237,7 +238,8 @@ def stop(name: str | None, timeout: float) -> None:
     gone = _when_unlocked(directory / instance.LOCK)
     link = _connect(directory)
     try:
-        link.call(Shutdown())
+        with suppress(BrokerLost):  # it may be gone before its answer is here
+            link.call(Shutdown())
     finally:
         link.close()
     gone.join(timeout)

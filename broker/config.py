@@ -7,6 +7,7 @@ variables are not: orchestrators set some with this prefix for a service of this
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -83,8 +84,9 @@ def _with(own: _Own, limits: Limits, source: str, name: str, value: object) -> t
     try:
         if name in _LIMITS:
             limits = msgspec.convert({**asdict(limits), name: value}, Limits, strict=False)
-            if getattr(limits, name) < (least := 1 if isinstance(getattr(limits, name), int) else 0):
-                raise msgspec.ValidationError(f"Expected a number >= {least}")
+            _check(name, getattr(limits, name))
+        elif name not in _Own.__struct_fields__:
+            raise ConfigError(f"there is no setting {name} (in {source}): see `mmbroker start --help`")
         else:
             own = msgspec.convert({**msgspec.to_builtins(own), name: value}, _Own, strict=False)
     except msgspec.ValidationError as error:
@@ -92,6 +94,14 @@ def _with(own: _Own, limits: Limits, source: str, name: str, value: object) -> t
         problem = str(error).partition(" - at ")[0]
         raise ConfigError(f"{name} in {source}: {problem[:1].lower()}{problem[1:]}, not {value!r}") from None
     return own, limits
+
+
+def _check(name: str, value: float) -> None:
+    least = 1 if isinstance(value, int) else 0
+    if not least <= value < math.inf:
+        raise msgspec.ValidationError(f"Expected a number >= {least}")
+    if name == "watermark" and value >= 1:
+        raise msgspec.ValidationError("Expected a share < 1")
 
 
 def _from_file(file: Path | str | None) -> dict[str, Any]:

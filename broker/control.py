@@ -37,8 +37,6 @@ _PER_PASS: Final = 256
 _CUT_OFF: Final = 4 * MAX_MESSAGE
 #: A session that had no room is tried again after so long, in seconds: from the first to the second, doubling.
 _RETRY: Final = (0.002, 0.1)
-#: How long closing may wait for answers to leave, in milliseconds.
-_LINGER: Final = 250
 
 
 class Office(Protocol):
@@ -250,13 +248,12 @@ class Control:
         self._look_again()
 
     def close(self) -> None:
-        """Close, after a short time for the last answers to leave. Idempotent."""
+        """Drop what has not left yet. Idempotent."""
         if self._retry_timer is not None:
             self._retry_timer.cancel()
         if not self._socket.closed:
             self._loop.remove_reader(self._fd)
-            self._socket.close(linger=_LINGER)
-            self._context.term()
+            self._context.destroy(linger=0)
 
 
 def _too_long(nbytes: int) -> Failed:

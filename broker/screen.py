@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rich import box
@@ -32,19 +32,24 @@ def span(seconds: float) -> str:
 
 
 def table(title: str, *columns: str) -> Table:
-    """A table whose columns are right-aligned where their heading starts with ``>``."""
+    """A table. ``>`` before a heading aligns its column right, ``~`` lets it shrink where the screen is narrow."""
     made = Table(
-        title=title,
+        title=title or None,
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
+        collapse_padding=True,
         pad_edge=False,
         show_edge=False,
     )
-    for heading in columns:
-        right = heading.startswith(">")
+    for column in columns:
+        heading = column.lstrip("~>")
+        marks = column.removesuffix(heading)
         made.add_column(
-            heading.lstrip(">"), justify="right" if right else "left", overflow="ellipsis", no_wrap=True
+            heading,
+            justify="right" if ">" in marks else "left",
+            overflow="ellipsis",
+            no_wrap="~" not in marks,
         )
     return made
 
@@ -64,7 +69,8 @@ def show_status(report: Mapping[str, Any], to: Console | None = None) -> None:
         f"{size(daemon['rss'])} resident apart from features"
         + (", ending: it takes no new work" if report["draining"] else "")
     )
-    for part in (_memory(report), _arenas(report), _sessions(report), _engines(report), _waiting(report)):
+    parts = [_memory(report), _arenas(report), _sessions(report), *_engines(report), _waiting(report)]
+    for part in parts:
         if part is not None:
             out.print()
             out.print(part)
@@ -89,7 +95,7 @@ def _memory(report: Mapping[str, Any]) -> Table:
         "tier",
         ">limit",
         ">used",
-        ">of it cached",
+        ">cached",
         ">free",
         ">taken",
         ">features",
@@ -119,7 +125,7 @@ def _memory(report: Mapping[str, Any]) -> Table:
 def _arenas(report: Mapping[str, Any]) -> Table | None:
     if not report["arenas"]:
         return None
-    made = table("Arenas", "tier", "namespace", ">segments", ">size", ">used", ">largest gap", "")
+    made = table("Arenas", "tier", "~namespace", ">segments", ">size", ">used", ">largest gap", "~")
     for arena in report["arenas"]:
         notes = [f"{arena[state]} {state}" for state in ("growing", "retired") if arena[state]]
         made.add_row(
@@ -137,11 +143,11 @@ def _arenas(report: Mapping[str, Any]) -> Table | None:
 def _sessions(report: Mapping[str, Any]) -> Table | None:
     others = [s for s in report["sessions"] if s["pid"] != os.getpid()]
     rows = [(s, "") for s in others] + [(s, "ended, process lives") for s in report["ghosts"]]
-    made = table("Sessions", "name", ">process", ">user", ">age", ">leases", ">holds", ">grants", "notes")
+    made = table("Sessions", "~name", ">process", ">user", ">age", ">leases", ">holds", ">grants", "~notes")
     for session, note in rows:
         notes = [note] if note else []
         if session["engine"]:
-            notes.append(f"of {session['engine']}")
+            notes.append("a rank")
         if session["waiting"]:
             notes.append(f"{session['waiting']} calls wait")
         if session["quarantined"]:
@@ -159,34 +165,38 @@ def _sessions(report: Mapping[str, Any]) -> Table | None:
     return made if rows else None
 
 
-def _engines(report: Mapping[str, Any]) -> Table | None:
-    made = table(
-        "Engines", "engine", ">rank", ">process", "device", "access", ">grants", ">in flight", "state"
-    )
+def _engines(report: Mapping[str, Any]) -> Iterator[Table]:
     for engine in report["engines"]:
+        attached = f"{len(engine['ranks'])} of {engine['world']} ranks attached"
+        flight = f"{size(engine['in_flight'])} of its {size(engine['budget'])} in flight"
+        made = table(
+            f"Engine {engine['engine']}: {attached}, {flight}",
+            *(">rank", ">process", "device", "access", ">grants", ">unanswered", "~state"),
+        )
         for rank in engine["ranks"]:
             state = Text("ready", style="green")
             if rank["lagging"]:
                 state = Text(f"lagging, silent for {span(rank['unacked_for'])}", style="red")
             elif not engine["complete"]:
-                state = Text(f"{len(engine['ranks'])} of {engine['world']} ranks", style="yellow")
+                state = Text("waits for the other ranks", style="yellow")
             made.add_row(
-                engine["engine"],
-                f"{rank['rank']}/{engine['world']}",
+                str(rank["rank"]),
                 str(rank["pid"]),
                 rank["device"],
                 rank["access"],
                 str(rank["grants"]),
-                size(engine["in_flight"]),
+                str(rank["unacked"]),
                 state,
             )
-    return made if made.row_count else None
+        yield made
 
 
 def _waiting(report: Mapping[str, Any]) -> Table | None:
     if not report["waiting"]:
         return None
-    made = table(f"Waiting ({report['waiting_count']})", "client", "for", ">items", ">size", "engine", ">age")
+    made = table(
+        f"Waiting ({report['waiting_count']})", "~client", "for", ">items", ">size", "~engine", ">age"
+    )
     for request in report["waiting"]:
         made.add_row(
             request["client"],
@@ -214,19 +224,16 @@ def _counts(counts: Mapping[str, int]) -> Columns:
 def show_features(report: Mapping[str, Any], to: Console | None = None) -> None:
     """Print the features that were asked for, largest first."""
     out = to or console()
-    made = table("", ">feature", ">size", "dtype", "shape", "modality", "key", ">holds", ">hits", "engines")
-    made.title = None
+    made = table("", ">#", ">size", "~tensor", "modality", "key", ">holds", ">hits")
     for feature in report["largest"]:
         made.add_row(
             str(feature["feature"]),
             size(feature["bytes"]),
-            feature["dtype"],
-            "x".join(map(str, feature["shape"])),
+            f"{feature['dtype']} {'x'.join(map(str, feature['shape']))}",
             feature["modality"],
-            f"{feature['kind']}:{feature['key'][:8]}",
+            f"{feature['kind']} {feature['key'][:8]}",
             str(feature["holds"]),
             str(feature["hits"]),
-            ", ".join(feature["engines"]),
         )
     out.print(made)
     out.print(f"{len(report['largest'])} of {report['features']} features in {size(report['pool']['used'])}")

@@ -16,17 +16,12 @@ import sys
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, Final
 
 import uvloop
 
-from mmbroker.proto.errors import (
-    BrokerError,
-    BrokerUnavailable,
-    InvalidMessage,
-    PermissionDenied,
-    QuotaExceeded,
-)
+from mmbroker.proto.errors import BrokerError, BrokerUnavailable, PermissionDenied
 from mmbroker.proto.messages import (
     Answer,
     Call,
@@ -39,12 +34,13 @@ from mmbroker.proto.messages import (
     Welcome,
     encode,
 )
-from mmbroker.proto.reference import BOOT_BYTES, PROTOCOL_VERSION
+from mmbroker.proto.reference import BOOT_BYTES
 
 from .arena import memory
 from .arena.host import HostSegment
 from .config import Settings
 from .control import Control
+from .door import Door
 from .events import (
     Called,
     Discard,
@@ -64,7 +60,7 @@ from .events import (
     SessionOpened,
     Tick,
 )
-from .instance import CONTROL, Instance
+from .instance import Instance
 from .lifeline import Lifelines, Peer
 from .state import Broker
 from .vitals import Vitals
@@ -72,10 +68,8 @@ from .vitals import Vitals
 log = logging.getLogger("mmbroker")
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-#: Longest name of a client or a namespace, in characters.
-NAME_LIMIT: Final = 128
-#: Ended sessions of one living process that are remembered, until it says what it still has of them or exits.
-GHOSTS_PER_PROCESS: Final = 16
+#: Time for clients to read their last answers, in seconds: ZeroMQ drops what is unread when a connection is cut.
+FAREWELL: Final = 0.1
 #: A timer may be late by its clock's grain, but must not be early.
 _GRAIN: Final = 0.001
 
@@ -96,9 +90,11 @@ class Server:
         self.settings = settings
         self.boot = secrets.token_bytes(BOOT_BYTES)
         self.broker = Broker(settings.limits, self.boot)
+        self.door = Door(settings.name, self.boot, settings.limits.sessions)
         self.segments: dict[int, HostSegment] = {}
         self.peers: dict[int, Peer] = {}  # by living session
         self._uids = settings.allow_uid | {os.geteuid(), 0}
+        self._doubtful: list[int] = []  # sessions of which nothing may be left
         self._events: deque[Event] = deque()
         self._handling = False
         self._timer: asyncio.TimerHandle | None = None
@@ -111,21 +107,24 @@ class Server:
         self.loop.set_exception_handler(self._broken)
         for signum in SIGNALS:
             self.loop.add_signal_handler(signum, self._stop, signum)
-        with Instance(self.settings.path, shared=bool(self.settings.allow_uid)) as instance:
-            try:
-                self._start_up(instance)
-                return await self._over
-            finally:
-                self._shut_down()
+        with ExitStack() as stack:
+            shared = bool(self.settings.allow_uid)
+            self._start_up(stack.enter_context(Instance(self.settings.path, shared=shared)), stack)
+            return await self._over
 
     # --- start, stop ------------------------------------------------------------------------------------------------
 
-    def _start_up(self, instance: Instance) -> None:
+    def _start_up(self, instance: Instance, stack: ExitStack) -> None:
+        """Listen. `stack` gives everything back at the end, however far the start came."""
         _raise_descriptor_limit()
         self.vitals = Vitals(self.loop)
+        stack.callback(self.vitals.close)
         self.memory_thread = ThreadPoolExecutor(1, "mmbroker-memory")
-        self.control = Control(self.loop, instance.control, self.boot, self._uids, self, self.vitals)
+        stack.callback(self._free)
         self.lifelines = Lifelines(self.loop, instance.lifeline, self._uids.__contains__, self, self.vitals)
+        stack.callback(self.lifelines.close)
+        self.control = Control(self.loop, instance.control, self.boot, self._uids, self, self.vitals)
+        stack.callback(self.control.close)
         instance.open_up()
         self.control.listen()
         self.lifelines.listen()
@@ -135,6 +134,11 @@ class Server:
             f"{self.settings.host_mib} MiB)",
             flush=True,
         )
+
+    def _free(self) -> None:
+        self.memory_thread.shutdown(wait=True)
+        for segment in self.segments.values():
+            segment.close()
 
     def _stop(self, signum: int) -> None:
         """Drain; at once if asked again."""
@@ -154,18 +158,6 @@ class Server:
         log.critical("internal error, exiting: %s", context.get("message"), exc_info=context.get("exception"))
         self._end(1)
 
-    def _shut_down(self) -> None:
-        """Give everything back, however far the start came. Answers leave before lifelines are cut."""
-        if self._timer is not None:
-            self._timer.cancel()
-        for name in ("control", "lifelines", "vitals"):
-            if hasattr(self, name):
-                getattr(self, name).close()
-        if hasattr(self, "memory_thread"):
-            self.memory_thread.shutdown(wait=True)
-        for segment in self.segments.values():
-            segment.close()
-
     # --- the state machine ------------------------------------------------------------------------------------------
 
     def dispatch(self, event: Event) -> None:
@@ -183,12 +175,19 @@ class Server:
             self._end(1)
         finally:
             self._handling = False
+        while self._doubtful:
+            if not self.broker.remembers(session := self._doubtful.pop()):
+                self.lifelines.exorcise(session)
         self._arm()
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Respond(session, seq, Report(status)):
-                self.control.send(session, Answer(seq, Report({**status, "daemon": self._facts()})))
+                try:
+                    facts = self._facts()
+                except OSError as error:  # no descriptors left to read them with
+                    facts = {"unreadable": str(error)}
+                self.control.send(session, Answer(seq, Report({**status, "daemon": facts})))
             case Respond(session, seq, body):
                 self.control.send(session, Answer(seq, body))
             case Notify(session, notice):
@@ -203,7 +202,7 @@ class Server:
                 self.lifelines.end(session, BrokerUnavailable(reason))
             case Halt(reason):
                 log.info("halting: %s", reason)
-                self._end(0)
+                self.loop.call_later(FAREWELL, self._end, 0)
 
     def _arm(self) -> None:
         """Have a `Tick` sent at the next deadline. A timer that is too early stays: it re-arms itself."""
@@ -243,46 +242,9 @@ class Server:
     # --- lifelines (Desk) -------------------------------------------------------------------------------------------
 
     def admit(self, peer: Peer, hello: Hello) -> Welcome:
-        own = f"uid-{peer.uid}"
-        namespace = own if hello.namespace is None else hello.namespace
-        for what, name in (("name", hello.name), ("namespace", namespace)):
-            if not 0 < len(name) <= NAME_LIMIT or not name.isprintable():
-                raise InvalidMessage(
-                    f"a {what} has 1 to {NAME_LIMIT} printable characters: choose another one"
-                )
-        if namespace.startswith("uid-") and namespace != own:
-            raise PermissionDenied(
-                f"namespace {namespace!r} is another user's: use {own!r}, or a name without the prefix 'uid-'"
-            )
-        if self.broker.halting:
-            raise BrokerUnavailable("the broker is shutting down: connect again when it is back")
-        limit = self.settings.limits.sessions
-        if len(self.peers) >= limit:
-            raise QuotaExceeded(
-                f"{len(self.peers)} clients are connected, the limit is {limit}: close some, or raise sessions "
-                "in the broker's settings",
-                requested=1,
-                used=len(self.peers),
-                limit=limit,
-            )
+        self.door.closed = self.broker.halting
         ghosts = self.lifelines.ghosts(peer)
-        if ghosts >= GHOSTS_PER_PROCESS:
-            raise QuotaExceeded(
-                f"process {peer.pid} has {ghosts} ended sessions that it has not released: restart it",
-                requested=1,
-                used=ghosts,
-                limit=GHOSTS_PER_PROCESS,
-            )
-        session = secrets.randbits(63) or 1
-        return Welcome(
-            PROTOCOL_VERSION,
-            self.boot,
-            session,
-            secrets.token_bytes(16),
-            CONTROL,
-            namespace,
-            self.settings.name,
-        )
+        return self.door.admit(peer.uid, peer.pid, hello, len(self.peers), ghosts)
 
     def opened(self, peer: Peer, hello: Hello, welcome: Welcome) -> None:
         self.peers[welcome.session] = peer
@@ -296,6 +258,7 @@ class Server:
     def ended(self, session: int, alive: bool) -> None:
         del self.peers[session]
         self.control.forget(session)
+        self._doubtful.append(session)
         self.dispatch(SessionEnded(session, alive))
 
     def gone(self, session: int) -> None:
@@ -318,12 +281,9 @@ class Server:
             text = f"only user {os.geteuid()} and root may shut this broker down"
             self.control.send(session, Answer(call.seq, Failed(PermissionDenied.__name__, text)))
             return
+        if isinstance(call.body, Released):
+            self._doubtful.append(call.body.session)
         self.dispatch(Called(session, call.seq, call.timeout, call.body))
-        if isinstance(call.body, Released) and not self._remembers(call.body.session):
-            self.lifelines.exorcise(call.body.session)
-
-    def _remembers(self, session: int) -> bool:
-        return session in self.broker.books.sessions
 
     def held(self, session: int) -> bool:
         return self.lifelines.busy(session)

@@ -123,6 +123,10 @@ class Broker:
         """When the shell must send a `Tick`, at the latest; None: whenever the next event comes."""
         return self.books.timers.next()
 
+    def remembers(self, session: int) -> bool:
+        """Is there anything left of a session, living or ended?"""
+        return session in self.books.sessions
+
     def report(self, now: float, features: int = 0) -> dict[str, Any]:
         """Everything an operator may ask, as msgpack-native values; `features` largest features are listed."""
         return report.make(self, now, features)
@@ -322,7 +326,7 @@ class Broker:
         session.ended = True
         session.answers.clear()
         self.holds.detach(session, now)
-        if not alive or session.released:
+        if not alive or session.released or not (session.grants or session.pins or session.quarantine):
             self._gone(session, now)
         elif not session.traceable:
             self._untraceable(session, now)

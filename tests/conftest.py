@@ -12,14 +12,14 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 import zmq
 
-from tests.kit import BrokerProcess, Leaks, eventually
+from tests.kit import BrokerProcess, Leaks, Puppet, eventually
 
 
 class StartBroker(Protocol):
@@ -103,6 +103,20 @@ def broker(start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch) -> Broker
     process = start_broker()
     monkeypatch.setenv("MMBROKER_DIR", os.fspath(process.root))
     return process
+
+
+@pytest.fixture
+def puppet(no_leaks: None) -> Iterator[Callable[..., Puppet]]:
+    """Starts client processes, and kills them at the end."""
+    started: list[Puppet] = []
+
+    def start(prefix: list[str] | None = None, env: dict[str, str] | None = None) -> Puppet:
+        started.append(Puppet(prefix, env))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
 
 
 def _balance(process: BrokerProcess) -> None:

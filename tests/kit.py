@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import gc
+import json
 import os
 import select
 import shutil
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -254,6 +256,59 @@ def dealer(path: Path, routing: bytes) -> zmq.Socket[bytes]:
     return control
 
 
+class Puppet:
+    """A process of its own that runs the statements it is called with; see `tests.puppet`."""
+
+    def __init__(self, prefix: list[str] | None = None, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [*(prefix or []), sys.executable, "-m", "tests.puppet"],
+            cwd=Path(__file__).parent.parent,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self.process.pid
+
+    def post(self, code: str) -> None:
+        """Start running statements."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(textwrap.dedent(code)) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        """What the statements that were posted left in `result`."""
+        assert self.process.stdout is not None
+        readable, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
+        line = self.process.stdout.readline() if readable else ""
+        assert line, "the puppet did not answer"
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        return answer["result"]
+
+    def __call__(self, code: str) -> Any:
+        self.post(code)
+        return self.answer()
+
+    def signal(self, signum: int) -> None:
+        self.process.send_signal(signum)
+
+    def stop(self) -> None:
+        """Stop it with SIGSTOP, and wait until it stands still."""
+        self.signal(signal.SIGSTOP)
+        eventually(
+            lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", "a stop"
+        )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+
 # --- leaks ----------------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +335,20 @@ def children() -> set[int]:
     return found
 
 
+def in_use(path: str) -> bool:
+    """Does any process on this machine map or hold this file?"""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if path in Path(f"/proc/{pid}/maps").read_text():
+                return True
+        with suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    if os.readlink(f"/proc/{pid}/fd/{fd}") == path:
+                        return True
+    return False
+
+
 class Leaks:
     """Compares what this process has after a test with what it had before."""
 
@@ -293,9 +362,9 @@ class Leaks:
         gc.collect()
         problems = [f"descriptors: {more}" for more in [descriptors() - self.descriptors] if more]
         problems += [f"processes: {more}" for more in [children() - self.children] if more]
-        problems += [
-            f"/dev/shm: {more}" for more in [set(os.listdir("/dev/shm")) - self.shared_memory] if more
-        ]
+        new = set(os.listdir("/dev/shm")) - self.shared_memory
+        if left := {name for name in new if not in_use(f"/dev/shm/{name}")}:  # what lives is somebody else's
+            problems.append(f"/dev/shm: {left}")
         return "; ".join(problems)
 
     def check(self) -> None:

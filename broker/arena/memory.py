@@ -10,6 +10,7 @@ demand.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -117,10 +118,13 @@ def _read_group(directory: Path, version: int, name: str) -> Limit | None:
 
 
 def _text(path: Path) -> str:
+    """A file's text; nothing if it is not there (any more)."""
     try:
         return path.read_text()
-    except OSError:
-        return ""
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.EACCES):
+            return ""
+        raise
 
 
 def _number(path: Path) -> int | None:

@@ -1,0 +1,152 @@
+"""How long a producer's holds last: counted, because one put may serve several requests, and they have many ends.
+
+Every put starts a `Claim` with a count of one, which ends with the first answer (or the failure) of the call that made
+it: by then everything that is to be sent has been sent. Each dispatched request id counts one more, until it leaves
+SGLang's table of requests. The last count drops the holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import Any, Final, Protocol
+
+from . import measure
+
+#: How long a hold goes on after SGLang gave a request up without waiting for the scheduler's last word, in seconds:
+#: until then the request may still be on its way, and a rank that cannot find its features fails it loudly.
+GRACE: Final = 30.0
+
+
+class Held(Protocol):
+    @property
+    def ref(self) -> Any: ...
+
+    def drop(self) -> None: ...
+
+
+class Claim:
+    """The holds of one put, and how many still need them. Only in the event loop's thread."""
+
+    __slots__ = ("_count", "_helds")
+
+    def __init__(self, helds: Iterable[Held]) -> None:
+        self._helds = list(helds)
+        self._count = 1
+        measure.counters.add("holds", len(self._helds))
+
+    @property
+    def keys(self) -> list[tuple[bytes, int]]:
+        return [(held.ref.boot, held.ref.hold) for held in self._helds]
+
+    @property
+    def over(self) -> bool:
+        return self._count == 0
+
+    def again(self) -> None:
+        self._count += 1
+
+    def end_one(self) -> None:
+        self._count -= 1
+        if self._count:
+            return
+        for held in self._helds:
+            held.drop()
+        measure.counters.add("dropped", len(self._helds))
+
+
+class Claims:
+    """All claims of one tokenizer process: found by a reference's hold, and by the ids they were dispatched under."""
+
+    def __init__(self) -> None:
+        self._by_hold: dict[tuple[bytes, int], Claim] = {}
+        self._by_rid: dict[str, Claim] = {}
+
+    def add(self, claim: Claim) -> None:
+        for key in claim.keys:
+            self._by_hold[key] = claim
+
+    def dispatched(self, rid: str, keys: Iterable[tuple[bytes, int]]) -> None:
+        """The request `rid` goes to the scheduler with references to these holds."""
+        for key in keys:
+            claim = self._by_hold.get(key)
+            if claim is not None and rid not in self._by_rid:
+                claim.again()
+                self._by_rid[rid] = claim
+                return
+
+    def left(self, rid: str, state: Any) -> None:
+        """The request `rid` has left SGLang's table."""
+        claim = self._by_rid.pop(rid, None)
+        if claim is None:
+            return
+        if getattr(state, "finished", True) or not getattr(state, "dispatched", True):
+            self.end_one(claim)  # the scheduler's last word, or it was never sent
+            return
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.end_one(claim)
+        else:
+            loop.call_later(GRACE, self.end_one, claim)
+
+    def end_one(self, claim: Claim) -> None:
+        claim.end_one()
+        if claim.over:
+            for key in claim.keys:
+                self._by_hold.pop(key, None)
+
+
+class States(dict[str, Any]):
+    """SGLang's table of requests by id, which tells when one leaves."""
+
+    def __init__(self, states: dict[str, Any], left: Callable[[str, Any], None]) -> None:
+        super().__init__(states)
+        self._left = left
+
+    def __delitem__(self, rid: str) -> None:
+        state = self[rid]
+        super().__delitem__(rid)
+        self._left(rid, state)
+
+    def pop(self, rid: str, *default: Any) -> Any:
+        known = rid in self
+        state = super().pop(rid, *default)
+        if known:
+            self._left(rid, state)
+        return state
+
+    def popitem(self) -> tuple[str, Any]:
+        rid, state = super().popitem()
+        self._left(rid, state)
+        return rid, state
+
+    def clear(self) -> None:
+        while self:
+            self.popitem()
+
+
+#: The claims made on behalf of the call that is running: each `generate_request` has a list of its own.
+scope: ContextVar[list[Claim] | None] = ContextVar("mmbroker_scope", default=None)
+
+
+async def first_answer_ends(answers: Any, claims: Claims) -> Any:
+    """`generate_request`'s answers, unchanged. Its claims' first count ends with the first of them, or without one."""
+    mine: list[Claim] = []
+    try:
+        # The generator runs in its caller's context, so the scope is put back before anything is yielded.
+        token = scope.set(mine)
+        try:
+            first = await anext(answers, None)
+        finally:
+            scope.reset(token)
+            for claim in mine:
+                claims.end_one(claim)
+        if first is None:
+            return
+        yield first
+        async for answer in answers:
+            yield answer
+    finally:
+        await answers.aclose()

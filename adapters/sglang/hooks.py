@@ -1,0 +1,173 @@
+"""The hooks themselves, as thin as they can be: each hands over to the producer or the consumer of its process.
+
+All are AROUND hooks of `HookRegistry`: they get the original and its arguments. The producer and the consumer hang on
+SGLang's own objects, so two engines in one process do not meet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Final
+
+from . import measure, settings
+
+logger = logging.getLogger(__name__)
+
+_OURS: Final = "_mmbroker"
+Original = Callable[..., Any]
+
+# --- the arguments --------------------------------------------------------------------------------------------------
+
+
+def resolve(original: Original, args: Any, *rest: Any) -> Any:
+    """AROUND the place where SGLang's arguments are resolved, on the way of the command line and of `Engine` alike."""
+    from . import flags
+
+    if settings.read().broker and not getattr(args, "_resolution_finished", False):
+        why = flags.stands_aside(args)
+        if why is not None:
+            flags.stand_aside(why)
+        elif args.mm_feature_transport is None:
+            # Otherwise some models choose a transport on their own that hides the features from the plugin.
+            args.mm_feature_transport = "cpu"
+    return original(args, *rest)
+
+
+# --- the tokenizer's process ----------------------------------------------------------------------------------------
+
+
+def begin_tokenizer(original: Original, manager: Any) -> None:
+    """AROUND `TokenizerManager.init_running_status`."""
+    original(manager)
+    asked = settings.read()
+    measure.open_counters(asked.measure, "tokenizer")
+    if not asked.broker:
+        return
+    from . import holding, seams
+    from .producer import Producer
+
+    seams.warn_of_overrides(manager)
+    producer = Producer(asked, seams.current().identify)
+    setattr(manager, _OURS, producer)
+    manager.rid_to_state = holding.States(manager.rid_to_state, producer.claims.left)
+
+
+def generate_request(original: Original, manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND the async generator `TokenizerManager.generate_request`."""
+    answers = original(manager, *args, **kwargs)
+    producer = getattr(manager, _OURS, None)
+    if producer is None:
+        return answers
+    from . import holding
+
+    return holding.first_answer_ends(answers, producer.claims)
+
+
+async def tokenize(original: Original, manager: Any, request: Any) -> Any:
+    """AROUND the coroutine `TokenizerManager._tokenize_one_request`."""
+    producer = getattr(manager, _OURS, None)
+    if producer is None:
+        return await original(manager, request)
+    return await producer.tokenize(original, manager, request)
+
+
+def send(original: Original, manager: Any, tokenized: Any) -> Any:
+    """AROUND `TokenizerManager._send_one_request`; a coroutine in newer versions, which is returned as it is."""
+    producer = getattr(manager, _OURS, None)
+    if producer is None:
+        return original(manager, tokenized)
+    return producer.send(original, manager, tokenized)
+
+
+# --- the scheduler's process ----------------------------------------------------------------------------------------
+
+
+def begin_scheduler(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND `Scheduler.__init__`."""
+    original(scheduler, *args, **kwargs)
+    from . import seams
+
+    asked = settings.read()
+    topology = seams.current().topology(scheduler)
+    stage = f"-stage{topology.stage}" if topology.stage else ""
+    measure.open_counters(asked.measure, f"scheduler-{topology.rank}{stage}")
+    if not asked.broker:
+        return
+    from .consumer import Consumer
+
+    seams.warn_of_overrides(scheduler)
+    setattr(scheduler, _OURS, Consumer(asked, scheduler, topology, seams.current().fail))
+
+
+def get_inputs(original: Original, scheduler: Any, received: Any) -> Any:
+    """AROUND `Scheduler._get_multimodal_inputs`."""
+    consumer = getattr(scheduler, _OURS, None)
+    if consumer is None:
+        return measure.inputs_hook(original, scheduler, received)
+    return consumer.inputs(original, scheduler, received)
+
+
+def release_features(original: Original, inputs: Any) -> None:
+    """AROUND `MultimodalInputs.release_features`, which SGLang calls more than once."""
+    from . import uses
+
+    original(inputs)
+    for item in inputs.mm_items:
+        uses.release(item)
+
+
+def release_on_abort(original: Original, req: Any) -> None:
+    """AROUND `Req.release_mm_inputs_on_abort`, which forgets a session's items of this turn."""
+    from . import uses
+
+    items = list(req._session_mm_items)
+    original(req)
+    if req.session is not None:
+        for item in items:
+            uses.release(item)
+
+
+# --- how one request fails ------------------------------------------------------------------------------------------
+
+
+def fail_by_error(scheduler: Any, received: Any, message: str) -> Any:
+    """Where the scheduler catches an error of its own for this."""
+    from sglang.srt.managers import scheduler as module
+
+    raise module._MultimodalInputProcessingError(message)
+
+
+def fail_by_abort(scheduler: Any, received: Any, message: str) -> Any:
+    """Where it does not: inputs without items, harmless whatever is done with them, until `add_to_queue` sees them."""
+    from sglang.srt.managers import schedule_batch as module
+
+    setattr(scheduler, _FAILED, message)
+    return module.MultimodalInputs(
+        mm_items=[],
+        # A padded prompt as long as the plain one keeps the model's own padding away, positions keep them computed.
+        padded_input_ids=list(received.input_ids) if received.input_ids is not None else None,
+        mrope_positions=_zeros(3, len(received.input_ids or ())),
+        mrope_position_delta=_zeros(1, 1),
+    )
+
+
+_FAILED: Final = "_mmbroker_failed"
+
+
+def _zeros(*shape: int) -> Any:
+    import torch
+
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def add_to_queue(original: Original, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND `Scheduler._add_request_to_queue`."""
+    message = scheduler.__dict__.pop(_FAILED, None)
+    if message is not None:
+        from sglang.srt.managers import schedule_batch as module
+
+        req.set_finish_with_abort(message)
+        req.to_finish = module.FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+    return original(scheduler, req, *args, **kwargs)

@@ -1,0 +1,60 @@
+"""What the operator asked for, carried in the environment, because every process of the engine inherits that.
+
+SGLang's own argument record has no place for foreign flags; and `sglang.Engine(...)` never sees a command line at all.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Final
+
+TRANSPORT: Final = "MMBROKER_TRANSPORT"
+PATH: Final = "MMBROKER_PATH"
+WAIT: Final = "MMBROKER_WAIT"
+ENGINE: Final = "MMBROKER_ENGINE"
+MEASURE: Final = "MMBROKER_MEASURE"
+
+#: How long a request waits for room in a healthy broker, in seconds.
+DEFAULT_WAIT: Final = 30.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`broker`: carry features through a broker. `path`: the instance directory, None: find it. `wait`: seconds."""
+
+    broker: bool = False
+    path: str | None = None
+    wait: float = DEFAULT_WAIT
+    engine: str = ""
+    measure: str | None = None
+
+
+def read(environ: MutableMapping[str, str] = os.environ) -> Settings:
+    """The settings of this process; raises `ValueError` that names the variable which makes no sense."""
+    transport = environ.get(TRANSPORT) or "sglang"
+    if transport not in ("sglang", "broker"):
+        raise ValueError(f"{TRANSPORT}={transport!r}: it is 'sglang' or 'broker'")
+    text = environ.get(WAIT) or str(DEFAULT_WAIT)
+    try:
+        wait = float(text)
+    except ValueError:
+        wait = -1.0
+    if not 0 <= wait <= 3600:
+        raise ValueError(f"{WAIT}={text!r}: it is a number of seconds from 0 to 3600")
+    return Settings(
+        broker=transport == "broker",
+        path=environ.get(PATH) or None,
+        wait=wait,
+        engine=environ.get(ENGINE, ""),
+        measure=environ.get(MEASURE) or None,
+    )
+
+
+def name_engine(environ: MutableMapping[str, str] = os.environ) -> str:
+    """The engine's name: drawn once, by the launcher, and inherited by all its processes."""
+    if not environ.get(ENGINE):
+        environ[ENGINE] = f"sglang-{secrets.token_hex(6)}"
+    return environ[ENGINE]

@@ -1,0 +1,1 @@
+"""Measurements of the transports, side by side: `python bench/transport.py`."""

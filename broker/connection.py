@@ -1,0 +1,320 @@
+"""One session, as its client sees it: the lifeline with its descriptors, and the control socket.
+
+Any thread may post, also from a finaliser or a signal handler: `post` never waits. Whoever has the lock sends what all
+have posted, so a thread that does not get the lock need not come back. Only the receiver thread receives.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import socket
+import struct
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import Final
+
+import zmq
+
+from mmbroker.proto import messages
+from mmbroker.proto.errors import (
+    BrokerError,
+    BrokerLost,
+    BrokerUnavailable,
+    ConnectTimeout,
+    InvalidMessage,
+    PermissionDenied,
+    make,
+)
+from mmbroker.proto.messages import MAX_MESSAGE, Body, Call, Hello, Refused, SegmentFd, Welcome
+from mmbroker.proto.reference import BOOT_BYTES, PROTOCOL_VERSION
+
+from .instance import LIFELINE, check_length
+from .mapping import Mapping
+
+_FD_BYTES: Final = struct.calcsize("i")
+#: Most messages handled in one go, so that the receiver thread gets to its other duties.
+_BATCH: Final = 256
+#: How long a message that names a segment may wait for the segment's descriptor, in seconds.
+_DESCRIPTOR_PATIENCE: Final = 5.0
+
+
+def start_command(directory: Path) -> str:
+    """The command that starts a broker at `directory`."""
+    name = "" if directory.name == "cpu" else f" --name {directory.name}"
+    return f"MMBROKER_DIR={directory.parent} mmbroker start --cpu{name}"
+
+
+class Connection:
+    """`boot`, `session` and `namespace` are the broker's words; `mappings` are the segments it has sent."""
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        namespace: str | None,
+        deadline: float,
+        context: zmq.Context[zmq.Socket[bytes]],
+        wake_fd: int,
+    ) -> None:
+        self._lost = False
+        self._wake_fd = wake_fd
+        self._lock = Lock()
+        self._outbox: deque[bytes] = deque()
+        self._segments: dict[tuple[int, bool], Mapping | tuple[int, int]] = {}  # or descriptor and size
+        check_length(directory)
+        self.lifeline = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._dealer: zmq.Socket[bytes] | None = None
+        try:
+            welcome = self._shake_hands(directory, name, namespace, deadline)
+            self.boot, self.session, self.namespace = welcome.boot, welcome.session, welcome.namespace
+            self.control_fd = self._open_control(directory, welcome, deadline, context)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- opening ----------------------------------------------------------------------------------------------------
+
+    def _shake_hands(self, directory: Path, name: str, namespace: str | None, deadline: float) -> Welcome:
+        path = directory / LIFELINE
+        try:
+            self.lifeline.settimeout(max(0.001, deadline - time.monotonic()))
+            self.lifeline.connect(os.fspath(path))
+            self.lifeline.send(messages.encode(Hello(PROTOCOL_VERSION, name, namespace)))
+            data = self.lifeline.recv(MAX_MESSAGE)
+        except TimeoutError:
+            raise ConnectTimeout(
+                f"the broker at {directory} did not answer in time: see whether its process is stopped or overloaded"
+            ) from None
+        except PermissionError:
+            raise PermissionDenied(
+                f"user {os.geteuid()} may not use the broker at {directory}: start it with --allow-uid {os.geteuid()}, "
+                "or start one of your own"
+            ) from None
+        except OSError as error:
+            raise BrokerUnavailable(f"no broker answers at {directory} ({error.strerror})") from None
+        if not data:
+            raise BrokerUnavailable(f"the broker at {directory} ended the connection during the handshake")
+        answer = messages.decode_lifeline(data)
+        if isinstance(answer, Refused):
+            raise make(answer.error, answer.message, answer.figures)
+        if (
+            not isinstance(answer, Welcome)
+            or len(answer.boot) != BOOT_BYTES
+            or not answer.routing
+            or "/" in answer.control
+        ):
+            raise InvalidMessage(
+                f"what listens at {path} does not answer like a broker: remove it, start a broker"
+            )
+        self.lifeline.setblocking(False)
+        return answer
+
+    def _open_control(
+        self, directory: Path, welcome: Welcome, deadline: float, context: zmq.Context[zmq.Socket[bytes]]
+    ) -> int:
+        dealer = context.socket(zmq.DEALER)
+        self._dealer = dealer
+        dealer.linger = 0
+        dealer.routing_id = welcome.routing
+        # A socket that reconnects by itself would speak to the next broker under this session's name.
+        dealer.reconnect_ivl = -1
+        dealer.immediate = 1
+        dealer.connect(f"ipc://{directory / welcome.control}")
+        if not dealer.poll(max(1, int((deadline - time.monotonic()) * 1000)), zmq.POLLOUT):
+            raise ConnectTimeout(
+                f"the broker at {directory} shook hands, but its control socket did not answer in time: "
+                "see whether its process is stopped or overloaded"
+            )
+        return int(dealer.get(zmq.FD))
+
+    # --- control ----------------------------------------------------------------------------------------------------
+
+    @property
+    def lost(self) -> bool:
+        return self._lost
+
+    def encode(self, seq: int, timeout: float, body: Body) -> bytes:
+        """A call as bytes; raises `InvalidMessage` for one that the broker would not read."""
+        data = messages.encode(Call(PROTOCOL_VERSION, self.boot, self.session, seq, timeout, body))
+        if len(data) > MAX_MESSAGE:
+            raise InvalidMessage(
+                f"a call of {len(data)} bytes exceeds the limit of {MAX_MESSAGE}: send fewer items at once",
+                nbytes=len(data),
+                limit=MAX_MESSAGE,
+            )
+        return data
+
+    def post(self, data: bytes) -> None:
+        """Send, now or as soon as the broker reads again. Never waits; forgotten if the session is over."""
+        self._outbox.append(data)
+        while self._outbox and self._lock.acquire(blocking=False):
+            try:
+                sent = self._flush()
+                # Sending may have taken in the signal of a message that came meanwhile: pass it on.
+                if self._dealer is not None and int(self._dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    self._wake()
+            finally:
+                self._lock.release()
+            if not sent:
+                return
+
+    def _flush(self) -> bool:
+        """Send what was posted, under the lock; False if the broker takes no more for now."""
+        outbox, dealer = self._outbox, self._dealer
+        while outbox:
+            try:
+                data = outbox.popleft()
+            except IndexError:
+                break
+            if dealer is None:
+                continue
+            try:
+                dealer.send(data, zmq.NOBLOCK)
+            except zmq.Again:
+                outbox.appendleft(data)
+                return False
+        return True
+
+    def receive(self) -> list[bytes]:
+        """What the broker has sent, up to a batch; nothing means that `control_fd` will become readable first."""
+        batch: list[bytes] = []
+        with self._lock:
+            dealer = self._dealer
+            if dealer is None:
+                return batch
+            sent = self._flush()
+            while len(batch) < _BATCH and int(dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                batch.append(dealer.recv(zmq.NOBLOCK))
+        if sent and self._outbox:  # posted by somebody who found us at it
+            self._wake()
+        return batch
+
+    @property
+    def backlog(self) -> int:
+        """Messages that the broker has not taken yet."""
+        return len(self._outbox)
+
+    def _wake(self) -> None:
+        """Let the receiver thread look again. Only under the lock, or in that thread: the descriptor lives so long."""
+        with suppress(BlockingIOError):
+            os.eventfd_write(self._wake_fd, 1)
+
+    # --- the lifeline -----------------------------------------------------------------------------------------------
+
+    def read_lifeline(self) -> None:
+        """Take in descriptors. Raises `BrokerLost` at the session's end."""
+        while True:
+            try:
+                data, extra, flags, _ = self.lifeline.recvmsg(
+                    4096, socket.CMSG_SPACE(_FD_BYTES), socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise BrokerLost(f"the connection to the broker broke ({error.strerror})") from None
+            if not data:
+                raise BrokerLost("the broker ended the session, or its process is gone")
+            fds = [
+                fd
+                for level, kind, payload in extra
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+                for (fd,) in struct.iter_unpack("i", payload)
+            ]
+            try:
+                self._take_segment(messages.decode_lifeline(data), fds, flags)
+            except BaseException:
+                for fd in fds:
+                    os.close(fd)
+                raise
+
+    def _take_segment(self, message: object, fds: list[int], flags: int) -> None:
+        if not isinstance(message, SegmentFd):
+            raise InvalidMessage(f"a {type(message).__name__} does not belong on the lifeline")
+        if flags & socket.MSG_CTRUNC and not fds:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise BrokerLost(
+                f"the descriptor of a segment was lost, because this process is at its limit of {limit} open files "
+                "(RLIMIT_NOFILE): raise it with `ulimit -n`, or close files",
+                limit=limit,
+            )
+        key = (message.segment, message.writable)
+        if len(fds) != 1 or message.nbytes <= 0 or key in self._segments:
+            raise InvalidMessage(f"segment {message.segment} came with {len(fds)} descriptors, or twice")
+        self._segments[key] = (fds[0], message.nbytes)
+
+    def mapping(self, segment: int, writable: bool) -> Mapping:
+        """A segment that the broker has sent. For the receiver thread: it reads the lifeline, and maps."""
+        key = (segment, writable)
+        if key not in self._segments:
+            self._await_descriptor(key)
+        found = self._segments[key]
+        if isinstance(found, Mapping):
+            return found
+        fd, nbytes = found
+        try:
+            mapping = Mapping.of(fd, nbytes, writable)
+        except OSError as error:
+            raise BrokerError(
+                f"segment {segment} cannot be mapped ({error}): see the limits on this process's address space "
+                "(`ulimit -v`) and number of maps (vm.max_map_count)",
+                nbytes=nbytes,
+            ) from None
+        self._segments[key] = mapping
+        os.close(fd)
+        return mapping
+
+    def mapped(self, segment: int) -> Mapping:
+        """A segment that the receiver thread has mapped for writing. For any thread."""
+        found = self._segments.get((segment, True))
+        if not isinstance(found, Mapping):
+            raise BrokerLost("the session ended before its lease was written; the client reconnects")
+        return found
+
+    def _await_descriptor(self, key: tuple[int, bool]) -> None:
+        deadline = time.monotonic() + _DESCRIPTOR_PATIENCE
+        poller = select.poll()
+        poller.register(self.lifeline, select.POLLIN)
+        self.read_lifeline()
+        while key not in self._segments:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise InvalidMessage(
+                    f"the broker named segment {key[0]}, but did not send its descriptor within "
+                    f"{_DESCRIPTOR_PATIENCE:.0f} s"
+                )
+            poller.poll(left * 1000)
+            self.read_lifeline()
+
+    def forget(self, segments: list[int]) -> None:
+        """Retired segments: their maps go when nothing of them is alive any more."""
+        for segment in segments:
+            for writable in (False, True):
+                found = self._segments.pop((segment, writable), None)
+                if isinstance(found, tuple):
+                    os.close(found[0])
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the session. For the receiver thread, or before there is one. Idempotent."""
+        self._lost = True
+        with self._lock:
+            dealer, self._dealer = self._dealer, None
+            if dealer is not None:
+                dealer.close(linger=0)
+        self.lifeline.close()
+        for found in self._segments.values():
+            if isinstance(found, tuple):
+                os.close(found[0])
+        self._segments.clear()
+        self._outbox.clear()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: close our copy of the lifeline, so that it does not outlive the parent's session."""
+        self._lost = True
+        self.lifeline.close()

@@ -1,0 +1,175 @@
+"""What a producer has in its hands: a hold on a feature, or a lease to write one."""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from mmbroker.proto.errors import LeaseBroken, LeaseClosed
+from mmbroker.proto.form import Form
+from mmbroker.proto.messages import Abort, Leased
+from mmbroker.proto.reference import Reference
+
+from .connection import Connection
+from .tensors import build, layout
+
+if TYPE_CHECKING:
+    from .client import Client
+
+
+class Held:
+    """A hold on a sealed feature: the engine may read it, and it stays, until `drop`.
+
+    Losing a `Held` does not drop it, because requests that carry its reference may still run: it lives until `drop`,
+    the end of a ``with`` block, or `Client.close`; and for a grace time after its process has died.
+    """
+
+    __slots__ = ("_client", "ref", "session")
+
+    def __init__(self, client: Client, ref: Reference, session: int) -> None:
+        self._client = client
+        self.ref = ref
+        self.session = session
+
+    @property
+    def digest(self) -> bytes:
+        """The 32 bytes of the feature's key."""
+        return self.ref.digest
+
+    def drop(self) -> None:
+        """End the hold. Idempotent, never waits, from any thread and any finaliser; nothing for a lost session's."""
+        self._client._drop(self)
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.drop()
+
+    def __repr__(self) -> str:
+        return f"<Held {self.ref.hold}: {self.ref.dtype} {self.ref.shape}>"
+
+
+class Hit:
+    """The answer of `get_or_create` when the feature exists: `held` is the hold on it."""
+
+    lease = None
+
+    def __init__(self, held: Held) -> None:
+        self.held = held
+
+    def __repr__(self) -> str:
+        return f"<Hit {self.held!r}>"
+
+
+class Slot(NamedTuple):
+    """What is left of a lease that is over: its tensors, if somebody keeps them."""
+
+    lease: int
+    session: int
+    exporter: weakref.ref[memoryview] | None
+
+    @property
+    def retained(self) -> bool:
+        """Is a tensor over the slot still alive?"""
+        return self.exporter is not None and self.exporter() is not None
+
+
+class Lease:
+    """The right to write one feature, until `seal` or `abort`; a context manager that aborts unless it was sealed.
+
+    `held` is None until it is sealed. Raises `LeaseClosed` after the end, `LeaseBroken` after the session's.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        connection: Connection,
+        leased: Leased,
+        form: Form,
+        to: str | None = None,
+        private: bool = False,
+    ) -> None:
+        self.number = leased.lease
+        self.form = form
+        self.held: Held | None = None
+        self.broken = False
+        self.closed = False
+        self._client = client
+        self.connection = connection
+        self._leased = leased
+        self._to = to
+        self._private = private
+        self._tensors: list[torch.Tensor] | None = None
+        self._exporter: weakref.ref[memoryview] | None = None
+
+    @property
+    def lease(self) -> Lease:
+        """Itself, so that the answer of `get_or_create` always has a `lease` and a `held`."""
+        return self
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The slot as a tensor of the feature's dtype and shape, to be written."""
+        self.check()
+        if self._tensors is None:
+            memory = self.memory()
+            self._exporter = weakref.ref(memory)
+            self._tensors = build(layout(self.form), memory)
+        return self._tensors[0]
+
+    def memory(self) -> memoryview:
+        """The slot's bytes, writable."""
+        if not self.form.nbytes:
+            return memoryview(bytearray())
+        return self.connection.mapped(self._leased.segment).view(self._leased.offset, self.form.nbytes)
+
+    def check(self) -> None:
+        """Raise unless the slot is still to be written by us."""
+        if self.closed:
+            raise LeaseClosed("this lease was sealed or aborted already: get a new one")
+        if self.broken or self.connection.lost:
+            raise LeaseBroken(
+                "the broker has taken this lease back, because its session ended: get a new one"
+            )
+
+    def seal(self, timeout: float | None = None) -> Held:
+        """Make the content visible, and grant it to the engine that the lease was made for.
+
+        A tensor over the slot that is still alive must not be written any more.
+        """
+        self.check()
+        held = self._client._seal([self], self._to, self._private, timeout)[0]
+        self.held = held
+        return held
+
+    def abort(self) -> None:
+        """Give the slot back unwritten. Idempotent, never waits."""
+        if not self.closed:
+            self._client._lease_over(self.end(), [Abort([self.number])])
+
+    def end(self) -> Slot:
+        """The slot is no longer to be written by us: let go of our own tensor over it."""
+        self.closed = True
+        self._tensors = None
+        return Slot(self.number, self.connection.session, self._exporter)
+
+    def __del__(self) -> None:
+        self.abort()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "broken" if self.broken else "open"
+        return f"<Lease {self.number} ({state}): {self.form.dtype} {self.form.shape}>"

@@ -1,0 +1,259 @@
+"""The command line as a person or a script meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmbroker.proto import messages as m
+from mmbroker.proto.form import tensor_form
+from mmbroker.proto.keys import Key
+from tests.conftest import StartBroker
+from tests.kit import PATIENCE, BrokerProcess, RawClient, eventually
+
+COMMANDS = ("start", "status", "stop", "ls", "demo")
+UNBUILT = ("--gpu", "--device-mib", "--device-reserve-mib", "--device-headroom-mib", "--http")
+
+
+def mmbroker(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MMBROKER_") or k == "MMBROKER_DIR"}
+    return subprocess.run(
+        [sys.executable, "-m", "mmbroker", *args],
+        env={**clean, "COLUMNS": "80", **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+
+
+def one_sentence(result: subprocess.CompletedProcess[str]) -> str:
+    """What it complains about: one line on stderr, nothing else."""
+    assert result.stdout == ""
+    assert result.stderr.startswith("mmbroker: ") and result.stderr.count("\n") == 1
+    return result.stderr
+
+
+# --- without a broker -----------------------------------------------------------------------------------------------
+
+
+def test_help_is_enough_to_get_going() -> None:
+    result = mmbroker("--help")
+    assert result.returncode == 0 and result.stderr == ""
+    for command in COMMANDS:
+        assert f"\n  {command} " in result.stdout
+    assert "mmbroker start --cpu" in result.stdout
+    assert "--mm-transport broker" in result.stdout
+    assert "MMBROKER_DIR" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str) -> None:
+    result = mmbroker(command, "--help")
+    assert result.returncode == 0 and result.stderr == ""
+    assert f"{command} [OPTIONS]" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_the_version_is_the_packages() -> None:
+    from importlib.metadata import version
+
+    assert mmbroker("--version").stdout == f"mmbroker {version('mmbroker')}\n"
+
+
+def test_nothing_loads_torch() -> None:
+    """Neither the package nor the command line nor the daemon: it would take seconds, and memory for ever."""
+    code = (
+        "import sys, mmbroker, mmbroker.cli, mmbroker.server, mmbroker.link, mmbroker.screen;"
+        "print(sorted({m.partition('.')[0] for m in sys.modules} & {'torch', 'numpy', 'sglang', 'transformers'}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["status", "--json"], ["ls"], ["stop"]], ids=" ".join)
+def test_no_broker_there(broker_root: Path, arguments: list[str]) -> None:
+    result = mmbroker(*arguments, MMBROKER_DIR=str(broker_root))
+    assert result.returncode == 3
+    said = one_sentence(result)
+    assert str(broker_root / "cpu") in said
+    assert f"MMBROKER_DIR={broker_root} mmbroker start" in said
+
+
+def test_no_broker_of_that_name(broker_root: Path) -> None:
+    for result in (
+        mmbroker("status", "--name", "other", MMBROKER_DIR=str(broker_root)),
+        mmbroker("status", MMBROKER_DIR=str(broker_root), MMBROKER_NAME="other"),
+    ):
+        assert result.returncode == 3
+        assert "mmbroker start --cpu --name other" in one_sentence(result)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["start", "--nonsense"],
+        ["start", "--host-mib", "much"],
+        ["start", "--host-mib", "0"],
+        ["start", "--allow-uid", "somebody"],
+        ["ls", "-n", "0"],
+        ["stop", "now"],
+    ],
+    ids=" ".join,
+)
+def test_usage_errors(broker_root: Path, arguments: list[str]) -> None:
+    result = mmbroker(*arguments, MMBROKER_DIR=str(broker_root))
+    assert result.returncode == 2
+    assert result.stdout == "" and "Usage:" in result.stderr
+
+
+@pytest.mark.parametrize("flag", UNBUILT)
+def test_flags_of_later_versions_are_refused_and_not_listed(broker_root: Path, flag: str) -> None:
+    assert flag not in mmbroker("start", "--help").stdout
+    result = mmbroker("start", flag, "1", MMBROKER_DIR=str(broker_root))
+    assert result.returncode == 2
+    assert f"{flag}: this version has no device arena" in result.stderr
+
+
+def test_settings_that_make_no_sense(broker_root: Path, tmp_path: Path) -> None:
+    config = tmp_path / "settings.toml"
+    config.write_text("host_mb = 3\n")
+    for result, named in (
+        (mmbroker("start", "--config", str(config), MMBROKER_DIR=str(broker_root)), "host_mb"),
+        (mmbroker("start", "--config", "absent.toml", MMBROKER_DIR=str(broker_root)), "absent.toml"),
+        (mmbroker("start", MMBROKER_DIR=str(broker_root), MMBROKER_HOST_MIB="much"), "host_mib"),
+        (mmbroker("start", "--name", "../up", MMBROKER_DIR=str(broker_root)), "name"),
+        (mmbroker("start", MMBROKER_DIR=str(broker_root / ("x" * 120))), "107"),
+    ):
+        assert result.returncode == 1
+        assert named in one_sentence(result)
+
+
+# --- with one -------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_broker_is_refused(broker: BrokerProcess) -> None:
+    result = mmbroker("start", MMBROKER_DIR=str(broker.root))
+    assert result.returncode == 1
+    said = one_sentence(result)
+    assert str(broker.pid) in said and "mmbroker stop" in said and "--name" in said
+    assert broker.status()["daemon"]["pid"] == broker.pid
+
+
+def create(client: RawClient, name: str, kib: int, to: str | None = None) -> int:
+    """A lease for a feature of so many KiB."""
+    form = tensor_form("uint8", (kib, 1024), "image")
+    created = client.call(m.Create([m.Item(Key.caller(name), form)], to))
+    assert isinstance(created, m.Created) and isinstance(created.results[0], m.Leased)
+    return created.results[0].lease
+
+
+def put(client: RawClient, name: str, kib: int, to: str | None = None) -> None:
+    """A sealed feature; with `to`, the answer to its seal waits for the engine."""
+    client.post(m.Seal([m.Sealing(create(client, name, kib, to))], to))
+
+
+def test_status_shows_what_there_is(start_broker: StartBroker) -> None:
+    broker = start_broker(lagging_after=0.001, host_mib=8)
+    with (
+        RawClient(broker.directory, name="a-worker") as worker,
+        RawClient(broker.directory, name="a-rank") as rank,
+    ):
+        rank.call(m.Attach("engine-a", 0, 1))
+        put(worker, "x", 2048, "engine-a")  # which the rank does not acknowledge
+        rank.notice(m.Granted)
+        worker.call(m.Tally({"fallback_full": 3, "requests": 1234}))
+        worker.post(
+            m.Create([m.Item(Key.caller("y"), tensor_form("uint8", (7 << 20,), "image"))]), timeout=60
+        )
+        report = eventually(
+            lambda: (
+                (found := broker.status())["waiting"] and found["engines"][0]["ranks"][0]["lagging"] and found
+            ),
+            "a lagging rank and a waiting create",
+        )
+        result = mmbroker("status", MMBROKER_DIR=str(broker.root))
+        as_json = mmbroker("status", "--json", MMBROKER_DIR=str(broker.root))
+    assert (result.returncode, result.stderr) == (0, "")
+    shown = result.stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    for expected in (
+        str(broker.directory),
+        f"process {broker.pid}",
+        "8 MiB",  # the limit
+        "2 MiB",  # used
+        "a-worker",
+        "engine-a",
+        str(os.getpid()),  # the rank's process
+        "lagging",
+        "Waiting (1)",
+        "7 MiB",
+        "requests 1,234",
+        "3 features went the engine's own way",
+    ):
+        assert expected in shown, (expected, shown)
+    told = json.loads(as_json.stdout)
+    assert told.keys() == report.keys()
+    assert told["engines"][0]["engine"] == "engine-a"
+
+
+def test_ls_lists_the_largest_features(broker: BrokerProcess) -> None:
+    with RawClient(broker.directory) as client:
+        for name, kib in (("small", 1), ("large", 512), ("middle", 64)):
+            put(client, name, kib)
+        eventually(lambda: broker.status()["features"] == 3, "three features")
+        result = mmbroker("ls", "-n", "2")
+        as_json = mmbroker("ls", "--json", "-n", "3")
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "512 KiB  uint8 512x1024  image     caller " in lines[2]
+    assert "64 KiB  uint8 64x1024   image     caller " in lines[3]
+    assert lines[4].startswith("2 of 3 features")
+    assert [feature["bytes"] >> 10 for feature in json.loads(as_json.stdout)] == [512, 64, 1]
+
+
+def test_stop_waits_for_the_end(start_broker: StartBroker) -> None:
+    broker = start_broker()
+    result = mmbroker("stop", MMBROKER_DIR=str(broker.root))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert not broker.directory.exists()
+    assert broker.wait() == 0
+    assert mmbroker("stop", MMBROKER_DIR=str(broker.root)).returncode == 3
+
+
+def test_stop_says_when_somebody_is_still_writing(start_broker: StartBroker) -> None:
+    broker = start_broker()
+    with RawClient(broker.directory, name="worker") as client:
+        lease = create(client, "x", 1)
+        result = mmbroker("stop", "--timeout", "0.01", MMBROKER_DIR=str(broker.root))
+        assert result.returncode == 1
+        assert "still ending after 0.01 s" in one_sentence(result)
+        client.cast(m.Abort([lease]))
+        assert broker.wait() == 0
+
+
+def test_a_killed_broker_is_no_broker(start_broker: StartBroker) -> None:
+    broker = start_broker()
+    broker.kill()
+    assert (broker.directory / "lifeline.sock").exists()
+    result = mmbroker("status", MMBROKER_DIR=str(broker.root))
+    assert result.returncode == 3
+    assert "mmbroker start" in one_sentence(result)
+
+
+def test_several_brokers_have_to_be_named(start_broker: StartBroker) -> None:
+    one, two = start_broker(name="one"), start_broker(name="two")
+    result = mmbroker("status", MMBROKER_DIR=str(one.root))
+    assert result.returncode == 2
+    assert "one, two" in result.stderr and "--name" in result.stderr
+    for broker in (one, two):
+        shown = mmbroker("status", "--json", "--name", broker.name, MMBROKER_DIR=str(one.root)).stdout
+        assert json.loads(shown)["daemon"]["pid"] == broker.pid
