@@ -110,6 +110,9 @@ class Admission:
     def _serve(self, request: Request, now: float, may_allocate: bool = True) -> bool:
         """Answer a request if it can be answered whole; else say in `request.reason` what it waits for."""
         books = self.books
+        if request.engine is not None and not request.engine.complete:  # it went away while this waited
+            self._finish(request, books.no_such_engine(request.namespace, request.engine.name))
+            return True
         found: list[Feature | None] = []
         fresh: dict[Place, Item] = {}
         flights: list[Place] = []

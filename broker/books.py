@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from itertools import count
 
-from mmbroker.proto.messages import Dismissed, Grant, Granted, Reply, Report, Retired
+from mmbroker.proto.messages import Dismissed, Failed, Grant, Granted, Reply, Report, Retired
 
 from .arena.allocator import PAGE, round_up
 from .events import Discard, Effect, Limits, Notify, Respond, SendSegment
@@ -15,6 +15,7 @@ from .timers import Timers
 
 #: Device segments come in whole pages of the GPU, which are 2 MiB on every one that can share them.
 DEVICE_PAGE = 2 << 20
+NAME_LIMIT = 128  # characters of an engine's name
 
 
 class Outbox:
@@ -261,6 +262,13 @@ class Books:
         else:
             self.watch_empty(pool, segment)
 
+    def announce(self, pool: Pool, segment: Segment) -> None:
+        """Ranks on a GPU get a host segment before they need it, because pinning it takes milliseconds."""
+        for session in self.sessions.values() if pool.tier == "host" else ():
+            if session.gpu and not session.ended and session.namespace == segment.namespace:
+                segment.sessions.add(session.number)
+                self.out.segment(session, segment.number, False)
+
     def send(self, session: Session, slot: Slot, writable: bool) -> None:
         """Make sure a session can map the slot's segment."""
         if slot.segment:
@@ -272,6 +280,19 @@ class Books:
     def budget(self, tier: str = "host") -> int:
         """Bytes that one engine may have in flight: an equal share of the arena for each that is attached."""
         return self.pools[tier].limit // max(1, sum(engine.complete for engine in self.engines.values()))
+
+    def no_such_engine(self, namespace: str, name: str) -> Failed:
+        """Why nothing can be granted to an engine: it is not there, or not complete."""
+        self.counters["no_such_engine"] += 1
+        engine = self.engines.get((namespace, name))
+        attached = sorted(e.name for e in self.engines.values() if e.namespace == namespace and e.complete)
+        have = ", ".join(attached) if attached else "none"
+        if engine is not None and not engine.complete:
+            missing = sorted(set(range(engine.world)) - set(engine.ranks))
+            text = f"engine {name[:NAME_LIMIT]!r} lacks rank(s) {missing}; attached engines: {have}"
+        else:
+            text = f"no engine {name[:NAME_LIMIT]!r} is attached; attached engines: {have}"
+        return Failed("NoSuchEngine", text + "; start it, or seal with to=None")
 
     def charge(self, engine: Engine | None, feature: Feature) -> None:
         """One hold more of this engine on the feature."""

@@ -97,7 +97,7 @@ class Control:
                 self._socket.setsockopt(option, value)
             for uid in uids:
                 self._socket.setsockopt(zmq.IPC_FILTER_UID, uid if uid < 1 << 31 else uid - (1 << 32))
-            self._socket.bind(b"ipc://" + os.fsencode(path))
+            self._socket.bind(b"ipc://" + os.fsencode(path))  # type: ignore[arg-type]  # bytes do, at run time
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -157,8 +157,8 @@ class Control:
         if line is None or call.session != line.session or call.boot != self._boot:
             self._vitals.complain("stray_calls", "a call came for a session that its sender does not have")
             if call.seq:
-                error = UnknownSession("this broker knows no such session of yours: connect again")
-                self._refuse(routing, line, call.seq, error)
+                unknown = UnknownSession("this broker knows no such session of yours: connect again")
+                self._refuse(routing, line, call.seq, unknown)
             return
         if line.outbox:
             self._flush(line)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import count
 
-from mmbroker.proto.messages import Failed, Leased, Seal, Sealed
+from mmbroker.proto.form import Form
+from mmbroker.proto.messages import Failed, Item, Leased, Seal, Sealed
 
 from .books import Books
 from .holds import Holds
 from .pool import Slot
-from .records import Engine, Feature, Hold, Item, Lease, Place, Session
+from .records import Engine, Feature, Hold, Lease, Place, Session
 
 
 class Leases:
@@ -49,6 +50,7 @@ class Leases:
         if len(set(numbers)) != len(numbers):
             books.respond(session, seq, Failed("InvalidMessage", "a lease is named twice in one seal"))
             return
+        forms: dict[Place, Form] = {}
         for number in numbers:
             lease = session.leases.get(number)
             if lease is None:
@@ -56,10 +58,11 @@ class Leases:
                 books.respond(session, seq, Failed("LeaseClosed", text))
                 return
             taken = books.features.get(lease.place)
-            if taken is not None and taken.form != lease.form:
+            first = forms.setdefault(lease.place, taken.form if taken is not None else lease.form)
+            if first != lease.form:
                 self.abort(session, [number], now)
                 books.counters["conflicts"] += 1
-                books.respond(session, seq, conflict(taken, lease.form.nbytes))
+                books.respond(session, seq, conflict(first, lease.form.nbytes))
                 return
             sealing_into = taken or lease
             if engine is not None and (refusal := self.holds.unreachable([sealing_into], engine)):
@@ -143,9 +146,8 @@ class Leases:
             self._landed(lease.place, now)
 
 
-def conflict(taken: Feature, nbytes: int) -> Failed:
-    """The key is taken by a feature of another form."""
-    form = taken.form
+def conflict(form: Form, nbytes: int) -> Failed:
+    """The key is taken by a feature of another form, this one."""
     return Failed(
         "DigestConflict",
         f"the key is taken by a feature of other form ({form.modality}, {form.dtype} {tuple(form.shape)}, "

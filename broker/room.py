@@ -104,6 +104,7 @@ class Room:
         segment.ready = True
         segment.empty_since = now
         self.books.watch_empty(self.pool, segment)
+        self.books.announce(self.pool, segment)
         self.books.stirred = True
 
     def segment_failed(self, number: int, reason: str, now: float) -> None:

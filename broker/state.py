@@ -15,7 +15,7 @@ from mmbroker.proto.form import Form
 
 from . import report
 from .admission import Admission
-from .books import Books
+from .books import NAME_LIMIT, Books
 from .events import (
     Called,
     Drain,
@@ -35,7 +35,6 @@ from .records import Engine, Feature, Session
 from .room import Room
 
 _NOTHING = Form("uint8", (0,), 0)
-_NAME_LIMIT = 128
 #: What a client tells rather than asks.
 CASTS = (m.Abort, m.Drop, m.Unpin, m.Ack, m.Settle, m.Loaded, m.Park, m.Want, m.Tally)
 
@@ -104,6 +103,9 @@ class Broker:
         books.trim(now)
         stirred = self.books.stirred
         self.admission.pump(now)
+        while (due := books.timers.next()) is not None and due <= now:  # a wait that began too late to be one
+            books.timers.run(now)
+            self.admission.pump(now)
         if stirred and self.holds.replicas is not None:
             self.holds.replicas.offer(now)
         if self.halting and not self._halted and not self.leases.open and not self._tickets():
@@ -209,17 +211,7 @@ class Broker:
         engine = self.books.engines.get((session.namespace, name))
         if engine is not None and engine.complete:
             return engine, None
-        self.books.counters["no_such_engine"] += 1
-        attached = sorted(
-            e.name for e in self.books.engines.values() if e.namespace == session.namespace and e.complete
-        )
-        have = ", ".join(attached) if attached else "none"
-        if engine is not None:
-            missing = sorted(set(range(engine.world)) - set(engine.ranks))
-            text = f"engine {name[:_NAME_LIMIT]!r} lacks rank(s) {missing}; attached engines: {have}"
-        else:
-            text = f"no engine {name[:_NAME_LIMIT]!r} is attached; attached engines: {have}"
-        return None, m.Failed("NoSuchEngine", text + "; start it, or seal with to=None")
+        return None, self.books.no_such_engine(session.namespace, name)
 
     def _attach(self, session: Session, seq: int, call: m.Attach, now: float, deadline: float) -> None:
         refusal = self._attach_refusal(session, call)
@@ -234,12 +226,16 @@ class Broker:
         session.engine, session.rank = engine, call.rank
         session.device, session.access, session.lazy = call.device, call.access, call.lazy
         session.gpu = bool(self.limits.device) and call.device == self.limits.device
+        if session.gpu:
+            for segment in self.books.pool.arena(session.namespace):
+                if segment.ready:
+                    self.books.announce(self.books.pool, segment)
         self.books.stirred = True
         self.books.respond(session, seq, m.Attached(engine.complete, "device" if session.gpu else "host"))
 
     def _attach_refusal(self, session: Session, call: m.Attach) -> str:
-        if not 0 < len(call.engine) <= _NAME_LIMIT:
-            return f"an engine's name has 1 to {_NAME_LIMIT} characters"
+        if not 0 < len(call.engine) <= NAME_LIMIT:
+            return f"an engine's name has 1 to {NAME_LIMIT} characters"
         if not 0 <= call.rank < call.world <= 4096:
             return f"rank {call.rank} of {call.world} is not possible: ranks count from 0, and a world has at most 4096"
         if call.access not in ("readonly", "copy"):

@@ -35,6 +35,10 @@ class StartBroker(Protocol):
     ) -> BrokerProcess: ...
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "balanced: every broker's leases and holds must come to zero at the end")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> None:
     """Make what a process makes once and keeps, before any test is searched for leaks."""

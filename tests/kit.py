@@ -50,8 +50,10 @@ class BrokerProcess:
         self.directory = root / self.name
         self.environ = {**os.environ, "MMBROKER_DIR": str(root), **env}
         self._scratch = Path(tempfile.mkdtemp(prefix="mmb-", dir="/tmp"))
+        self._scratch.chmod(0o755)  # a broker of another user reads its settings
         config = self._scratch / "settings.toml"
-        config.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in settings.items()))
+        lines = [f"{key} = {_toml(value)}\n" for key, value in settings.items() if value is not None]
+        config.write_text("".join(lines))
         command = [*prefix, sys.executable, "-m", "mmbroker", "start", "--cpu", "--config", str(config)]
         with open(self._scratch / "log", "wb") as log:
             self.process = subprocess.Popen(
@@ -335,6 +337,10 @@ def children() -> set[int]:
     return found
 
 
+#: What other programs that run beside the tests leave in ``/dev/shm``: we name nothing there.
+STRANGERS = ("sem.loky-", "sglang_", "psm_")
+
+
 def in_use(path: str) -> bool:
     """Does any process on this machine map or hold this file?"""
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -362,7 +368,7 @@ class Leaks:
         gc.collect()
         problems = [f"descriptors: {more}" for more in [descriptors() - self.descriptors] if more]
         problems += [f"processes: {more}" for more in [children() - self.children] if more]
-        new = set(os.listdir("/dev/shm")) - self.shared_memory
+        new = {name for name in os.listdir("/dev/shm") if not name.startswith(STRANGERS)} - self.shared_memory
         if left := {name for name in new if not in_use(f"/dev/shm/{name}")}:  # what lives is somebody else's
             problems.append(f"/dev/shm: {left}")
         return "; ".join(problems)

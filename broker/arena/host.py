@@ -26,7 +26,7 @@ class HostSegment:
         self.nbytes = nbytes
 
     @classmethod
-    def create(cls, nbytes: int, machine: Path = memory.MACHINE) -> HostSegment:
+    def create(cls, nbytes: int, machine: Path | None = None) -> HostSegment:
         """A segment whose every page exists. Raises `MemoryLimit`, or `OSError` where the kernel refuses."""
         memory.check(nbytes, machine)
         rw_fd = os.memfd_create("mmbroker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -5,7 +5,8 @@ before memory is taken: what the machine has available, and every group from thi
 versions of control groups. Of each, a margin is left alone. Page cache counts as free: the kernel gives it up on
 demand.
 
-`machine` is where ``/proc`` and ``/sys`` are found: the root directory, or a copy of the files that matter.
+`machine` is where ``/proc`` and ``/sys`` are found: the root directory, or a copy of the files that matter. None means
+`MACHINE`.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ class Limit(NamedTuple):
         return max(0, self.free - min(max(self.total // 16, 16 * MIB), 256 * MIB))
 
 
-def headroom(machine: Path = MACHINE) -> tuple[int, str]:
+def headroom(machine: Path | None = None) -> tuple[int, str]:
     """Bytes that may still be allocated, and the name of the tightest limit."""
     tightest = min(limits(machine), key=lambda limit: limit.headroom)
     return tightest.headroom, tightest.name
 
 
-def check(nbytes: int, machine: Path = MACHINE) -> None:
+def check(nbytes: int, machine: Path | None = None) -> None:
     """Raise `MemoryLimit` unless `nbytes` more may be allocated."""
     for limit in limits(machine):
         if nbytes > limit.headroom:
@@ -59,8 +60,9 @@ def check(nbytes: int, machine: Path = MACHINE) -> None:
             )
 
 
-def limits(machine: Path = MACHINE) -> Iterator[Limit]:
+def limits(machine: Path | None = None) -> Iterator[Limit]:
     """Every limit that applies to this process: the machine's, then the groups', from its own upwards."""
+    machine = machine or MACHINE
     meminfo = _numbers(machine / "proc/meminfo", unit=1024)
     yield Limit("the machine's available memory", meminfo["MemTotal:"], meminfo["MemAvailable:"])
     for version, mount, group in _groups(machine):
