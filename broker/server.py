@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, Final
@@ -75,6 +76,8 @@ FAREWELL: Final = 0.1
 #: A timer may be late by its clock's grain, but must not be early.
 _GRAIN: Final = 0.001
 
+AnySegment = HostSegment | DeviceSegment
+
 
 def serve(settings: Settings) -> int:
     """Run a broker in the foreground until it is told to end. Its exit code: 0, or 1 if its own books broke.
@@ -93,7 +96,7 @@ class Server:
         self.boot = secrets.token_bytes(BOOT_BYTES)
         self.broker = Broker(settings.limits, self.boot)
         self.door = Door(settings.name, self.boot, settings.limits.sessions)
-        self.segments: dict[int, HostSegment | DeviceSegment] = {}
+        self.segments: dict[int, AnySegment] = {}
         self.peers: dict[int, Peer] = {}  # by living session
         self._uids = settings.allow_uid | {os.geteuid(), 0}
         self._doubtful: list[int] = []  # sessions of which nothing may be left
@@ -227,7 +230,7 @@ class Server:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def _grow(self, number: int, tier: str, nbytes: int) -> None:
-        create = HostSegment.create if tier == "host" else self._create_on_device
+        create: Callable[[int], AnySegment] = HostSegment.create if tier == "host" else self._create_on_device
         future = self.loop.run_in_executor(self.memory_thread, create, nbytes)
         future.add_done_callback(lambda done: self._grown(number, nbytes, done))
 
@@ -235,9 +238,7 @@ class Server:
         uuid, headroom = self.settings.limits.device, self.settings.device_headroom_mib * MIB
         return DeviceSegment.create(cuda.open_driver(), uuid, nbytes, headroom)
 
-    def _grown(
-        self, number: int, nbytes: int, done: asyncio.Future[HostSegment] | asyncio.Future[DeviceSegment]
-    ) -> None:
+    def _grown(self, number: int, nbytes: int, done: asyncio.Future[AnySegment]) -> None:
         try:
             segment = done.result()
         except (memory.MemoryLimit, cuda.DriverError) as error:
