@@ -14,7 +14,7 @@ from itertools import count
 from mmbroker.proto.errors import InvalidMessage
 from mmbroker.proto.form import check_form
 from mmbroker.proto.keys import Kind
-from mmbroker.proto.messages import Created, Failed, Found, Hit, Item, Pending, Result
+from mmbroker.proto.messages import Created, Failed, Found, Hit, Item, Leased, Pending, Result
 
 from .arena.allocator import round_up
 from .books import Books
@@ -123,7 +123,7 @@ class Admission:
             if feature is not None:
                 if not request.lookup and feature.form != item.form:
                     books.counters["conflicts"] += 1
-                    self._finish(request, conflict(feature, item.form.nbytes))
+                    self._finish(request, conflict(feature.form, item.form.nbytes))
                     return True
             elif not request.lookup and place not in fresh:
                 if place in books.flights and (request.patient or item.key.kind is Kind.DERIVED):
@@ -198,8 +198,16 @@ class Admission:
             answer: Created | Found = Found(refs)
         else:
             answer = Created([result for result in results if result is not None])
+        leases = [result.lease for result in results if isinstance(result, Leased)]
         self.holds.answer_when_acked(
-            session, request.seq, request.engine, holds, lambda: answer, now, deadline
+            session,
+            request.seq,
+            request.engine,
+            holds,
+            lambda: answer,
+            lambda at: self.leases.abort(session, leases, at),
+            now,
+            deadline,
         )
 
     def _hopeless(self, request: Request) -> bool:

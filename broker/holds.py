@@ -64,14 +64,14 @@ class Holds:
 
     def answer_when_acked(
         self, session: Session, seq: int, engine: Engine | None, holds: list[Hold], answer: Callable[[], Reply],
-        now: float, deadline: float,
+        undo: Callable[[float], None], now: float, deadline: float,
     ) -> None:  # fmt: skip
         """Answer a call as soon as every rank has acknowledged its holds, or at its deadline with `EngineLagging`."""
         missing = sum(rank in AWAITED for hold in holds for rank in hold.ranks.values())
         if engine is None or not missing:
             self.books.respond(session, seq, answer())
             return
-        ticket = Ticket(session.number, seq, engine, holds, answer, now, missing)
+        ticket = Ticket(session.number, seq, engine, holds, answer, undo, now, missing)
         for hold in holds:
             hold.ticket = ticket
         session.tickets[seq] = ticket
@@ -235,6 +235,7 @@ class Holds:
     def _cancel(self, ticket: Ticket, now: float) -> None:
         """The call will not be answered with these holds: nobody has seen their references."""
         self._settle_ticket(ticket)
+        ticket.undo(now)
         for hold in ticket.holds:
             self.end(hold, now)
 

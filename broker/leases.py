@@ -81,6 +81,7 @@ class Leases:
             engine,
             sealed,
             lambda: Sealed([hold.reference(books.boot) for hold in sealed]),
+            lambda _: None,
             now,
             deadline,
         )

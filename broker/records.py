@@ -134,6 +134,7 @@ class Ticket:
     engine: Engine
     holds: list[Hold]
     answer: Callable[[], Reply]
+    undo: Callable[[float], None]  # takes back what the answer would have given beside the holds
     since: float
     missing: int = 0  # grants not acknowledged yet
     failure: str = ""

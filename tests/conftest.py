@@ -8,6 +8,7 @@ runs must come to zero leases and holds, too.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+import uvloop
 import zmq
 
 from tests.kit import BrokerProcess, Leaks, Puppet, eventually
@@ -43,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _warm() -> None:
     """Make what a process makes once and keeps, before any test is searched for leaks."""
     zmq.Context.instance().socket(zmq.DEALER).close(linger=0)
+    uvloop.run(asyncio.sleep(0))
 
 
 @pytest.fixture(autouse=True)

@@ -211,13 +211,18 @@ class RawClient:
     def segment(self, segment: int, writable: bool) -> tuple[int, int]:
         """Descriptor and size of a segment that the broker has sent, or will."""
         while (segment, writable) not in self.segments:
-            data, ancillary, _, _ = self.lifeline.recvmsg(m.MAX_MESSAGE, socket.CMSG_SPACE(4))
-            assert data, "the lifeline ended"
-            message = m.decode_lifeline(data)
-            assert isinstance(message, m.SegmentFd), message
-            (descriptor,) = array.array("i", ancillary[0][2])
-            self.segments[message.segment, message.writable] = (descriptor, message.nbytes)
+            self.segment_next()
         return self.segments[segment, writable]
+
+    def segment_next(self) -> m.SegmentFd:
+        """Fetch the next descriptor."""
+        data, ancillary, _, _ = self.lifeline.recvmsg(1 << 16, socket.CMSG_SPACE(4))
+        assert data, "the lifeline ended"
+        message = m.decode_lifeline(data)
+        assert isinstance(message, m.SegmentFd), message
+        (descriptor,) = array.array("i", ancillary[0][2])
+        self.segments[message.segment, message.writable] = (descriptor, message.nbytes)
+        return message
 
     def ended(self) -> bool:
         """Wait for the lifeline's end."""

@@ -28,7 +28,6 @@ class HostSegment:
     @classmethod
     def create(cls, nbytes: int, machine: Path | None = None) -> HostSegment:
         """A segment whose every page exists. Raises `MemoryLimit`, or `OSError` where the kernel refuses."""
-        memory.check(nbytes, machine)
         rw_fd = os.memfd_create("mmbroker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             for offset in range(0, nbytes, PIECE):

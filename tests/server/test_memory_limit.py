@@ -135,7 +135,7 @@ def test_the_limit_is_named_and_nobody_dies(group: Group, start_broker: StartBro
         assert f"the memory limit of control group {group.name}" in broker.log()
 
         group.set_limit(512 * MIB)  # and it goes on once there is room
-        assert isinstance(client.call(m.Create([an_item(16 * MIB)]), timeout=20.0), m.Created)
+        eventually(lambda: isinstance(client.call(m.Create([an_item(16 * MIB)])), m.Created), "growth")
 
 
 def test_the_default_arena_fits_the_limit(group: Group, start_broker: StartBroker) -> None:

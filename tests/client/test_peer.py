@@ -1,0 +1,435 @@
+"""A broker that answers nonsense, too late or not at all: the caller gets a typed error, and nothing is leaked."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mmbroker
+from mmbroker.link import Link
+from mmbroker.proto import messages as m
+from mmbroker.proto.errors import (
+    BrokerError,
+    BrokerLost,
+    BrokerUnavailable,
+    ConnectTimeout,
+    DeadlineExceeded,
+    InvalidMessage,
+    PermissionDenied,
+    PoolFull,
+    QuotaExceeded,
+    VersionMismatch,
+)
+from mmbroker.proto.reference import Reference
+from tests.client.peer import Handler, Peer
+from tests.kit import Leaks, eventually
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.fixture
+def peer(no_leaks: None) -> Iterator[Callable[..., Peer]]:
+    made: list[Peer] = []
+
+    def make(handler: Handler = lambda peer, call: m.Done(), **options: Any) -> Peer:
+        made.append(Peer(handler, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def client(peer: Callable[..., Peer]) -> Iterator[Callable[[Handler], tuple[Peer, mmbroker.Client]]]:
+    made: list[mmbroker.Client] = []
+
+    def make(handler: Handler) -> tuple[Peer, mmbroker.Client]:
+        it = peer(handler)
+        made.append(mmbroker.connect(it.directory))
+        return it, made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def reference(boot: bytes, hold: int = 1) -> Reference:
+    return Reference(boot, hold, 1, 1, bytes(32), "float32", (1,), 4)
+
+
+# --- the handshake --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (lambda w: m.Refused("PermissionDenied", "not you"), PermissionDenied),
+        (lambda w: m.Refused("QuotaExceeded", "64 sessions", {"limit": 64}), QuotaExceeded),
+        (lambda w: m.Refused("FromTheFuture", "a new kind"), BrokerError),
+        (lambda w: m.Hello(1, "me too"), InvalidMessage),
+        (lambda w: b"\xc1 nonsense", InvalidMessage),
+        (lambda w: m.encode(w).replace(b"\xa1v\x01", b"\xa1v\x07"), VersionMismatch),
+        (lambda w: m.Welcome(1, b"short", 1, b"r", "control.sock", "n", "i"), InvalidMessage),
+        (lambda w: m.Welcome(1, w.boot, 1, w.routing, "../control.sock", "n", "i"), InvalidMessage),
+        (lambda w: m.Welcome(1, w.boot, 1, w.routing, "elsewhere.sock", "n", "i"), ConnectTimeout),
+        (lambda w: b"", ConnectTimeout),
+        (lambda w: None, ConnectTimeout),
+    ],
+    ids=[
+        "denied", "full", "unknown refusal", "hello", "nonsense", "version", "boot", "path", "control", "empty", "mute",
+    ],
+)  # fmt: skip
+def test_handshakes_that_fail(peer: Callable[..., Peer], answer: Any, error: type[BrokerError]) -> None:
+    it = peer(welcome=answer)
+    with pytest.raises(error) as caught:
+        mmbroker.connect(it.directory, timeout=0.3)
+    assert type(caught.value) is error
+    if error is ConnectTimeout:
+        assert str(it.directory) in str(caught.value)
+
+
+@pytest.mark.parametrize("there", ["nothing", "no socket", "nobody listens", "another kind of socket"])
+def test_no_broker_there(peer: Callable[..., Peer], there: str) -> None:
+    import socket
+
+    it = peer()
+    directory = it.directory / "x"
+    if there != "nothing":
+        directory.mkdir()
+    if there == "nobody listens":
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gone:
+            gone.bind(str(directory / "lifeline.sock"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+        if there == "another kind of socket":
+            stream.bind(str(directory / "lifeline.sock"))
+        with pytest.raises(ConnectTimeout, match="mmbroker start --cpu") as caught:
+            mmbroker.connect(directory, timeout=0.05)
+    assert str(directory) in str(caught.value)
+
+
+def test_a_path_too_long_for_a_socket() -> None:
+    with pytest.raises(BrokerError, match="107"):
+        mmbroker.connect("/tmp/" + "x" * 120, timeout=0.1)
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def lease(call: m.Call, **changes: int) -> m.Created:
+    fields = {"lease": 1, "segment": 1, "offset": 0, "generation": 1, **changes}
+    assert isinstance(call.body, m.Create)
+    return m.Created([m.Leased(**fields) for _ in call.body.items])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\xc1",
+        b"\x80",
+        b"x" * 100,
+        m.encode(m.Hello(1, "hello")),
+        m.encode(m.Answer(1, m.Done()))[:-1],
+        b"\x00" * (m.MAX_MESSAGE + 1),
+    ],
+    ids=["empty", "byte", "map", "text", "another's", "cut short", "too long"],
+)
+def test_nonsense_fails_the_call_and_the_session(
+    client: Callable[[Handler], tuple[Peer, mmbroker.Client]], answer: bytes
+) -> None:
+    def handler(peer: Peer, call: m.Call) -> m.Reply | bytes:
+        return answer if len(peer.calls) == 1 else m.Found([None])
+
+    it, mine = client(handler)
+    with pytest.raises(InvalidMessage):
+        mine.lookup("k")
+    eventually(lambda: mine.connected and it.sessions == 2, "a new session")
+    assert mine.lookup("k") is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [m.Done(), m.Created([]), m.Found([]), m.Found([None, None]), m.Sealed([])],
+    ids=["another kind", "other items", "too few", "too many", "sealed"],
+)
+def test_answers_that_do_not_fit(
+    client: Callable[[Handler], tuple[Peer, mmbroker.Client]], answer: m.Reply
+) -> None:
+    _, mine = client(lambda peer, call: answer)
+    with pytest.raises(InvalidMessage, match="does not fit"):
+        mine.lookup("k")
+
+
+def test_errors_come_with_their_figures(client: Callable[[Handler], tuple[Peer, mmbroker.Client]]) -> None:
+    _, mine = client(lambda peer, call: m.Failed("PoolFull", "full", {"requested": 3, "free": 2, "limit": 1}))
+    with pytest.raises(PoolFull) as caught:
+        mine.put(torch.ones(1))
+    assert (caught.value.requested, caught.value.free, caught.value.limit) == (3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c: c.put(torch.ones(1), timeout=0.05),
+        lambda c: c.lookup("k", timeout=0.05),
+        lambda c: c.get_or_create("k", (1,), torch.uint8, timeout=0.05),
+        lambda c: c.attach(engine="e", timeout=0.05),
+    ],
+    ids=["put", "lookup", "get_or_create", "attach"],
+)
+def test_silence_is_named(client: Callable[[Handler], tuple[Peer, mmbroker.Client]], call: Any) -> None:
+    _, mine = client(lambda peer, call: None)
+    with pytest.raises(DeadlineExceeded, match=r"did not answer the (request|lookup|attachment)") as caught:
+        call(mine)
+    assert isinstance(caught.value, TimeoutError)
+
+
+@pytest.mark.parametrize("kind", [m.Created, m.Found, m.Sealed, m.Attached])
+def test_late_answers_are_undone(client: Callable[[Handler], tuple[Peer, mmbroker.Client]], kind: type) -> None:
+    """Holds are dropped, leases aborted, an attachment detached."""
+    late: list[m.Call] = []
+
+    def handler(peer: Peer, call: m.Call) -> m.Reply | None:
+        match call.body:
+            case m.Create() if kind is m.Sealed:
+                peer.segment(1, 4096)
+                return lease(call)
+            case m.Create() | m.Lookup() | m.Seal() | m.Attach():
+                late.append(call)
+            case m.Status():
+                ref = reference(peer.boot, 77)
+                answer: m.Reply = {
+                    m.Created: m.Created([m.Hit(ref), m.Leased(88, 0, 0, 1), m.Pending()]),
+                    m.Found: m.Found([ref, None]),
+                    m.Sealed: m.Sealed([ref]),
+                    m.Attached: m.Attached(True),
+                }[kind]
+                peer.tell(m.Answer(late[0].seq, answer))
+                return m.Done()
+        return None
+
+    it, mine = client(handler)
+    with pytest.raises(DeadlineExceeded):
+        match kind:
+            case m.Attached:
+                mine.attach(engine="e", timeout=0.1)
+            case m.Found:
+                mine.lookup_many(["k", "l"], timeout=0.1)
+            case _:
+                mine.put_many([torch.ones(1)] * (1 if kind is m.Sealed else 3), timeout=0.1)
+    mine._link.call(m.Status())
+    match kind:
+        case m.Attached:
+            it.wait_for(m.Detach)
+        case _:
+            call = it.wait_for(m.Drop)
+            assert isinstance(call.body, m.Drop)
+            assert call.body.holds == [77]
+    if kind is m.Created:
+        aborted = it.wait_for(m.Abort).body
+        assert isinstance(aborted, m.Abort)
+        assert aborted.leases == [88]
+    assert mine.stats()["late_answers"] == 1
+    assert mine.stats()["holds"] == 0
+
+
+def test_an_interrupted_wait_is_undone(client: Callable[[Handler], tuple[Peer, mmbroker.Client]]) -> None:
+    """Control-C while a call waits: what its answer brings is given back."""
+    import signal
+
+    waiting = threading.Event()
+    go = threading.Event()
+
+    def handler(peer: Peer, call: m.Call) -> m.Reply | None:
+        if isinstance(call.body, m.Lookup) and call.body.keys:
+            waiting.set()
+            go.wait(20)
+            return m.Found([reference(peer.boot, 5)])
+        return m.Found([])
+
+    it, mine = client(handler)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        waiting.wait(20)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    killer = threading.Thread(target=interrupt)
+    killer.start()
+    with pytest.raises(KeyboardInterrupt):
+        mine.lookup("k", timeout=30)
+    killer.join()
+    go.set()
+    dropped = it.wait_for(m.Drop).body
+    assert isinstance(dropped, m.Drop)
+    assert dropped.holds == [5]
+
+
+# --- segments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prepare", "match"),
+    [
+        (lambda peer: None, "did not send its descriptor"),
+        (lambda peer: peer.segment(2, 4096), "did not send its descriptor"),
+        (lambda peer: peer.segment(1, 4096, writable=False), "did not send its descriptor"),
+    ],
+    ids=["none", "another", "read-only"],
+)
+def test_a_lease_without_its_segment(
+    client: Callable[[Handler], tuple[Peer, mmbroker.Client]],
+    monkeypatch: pytest.MonkeyPatch,
+    prepare: Callable[[Peer], None],
+    match: str,
+) -> None:
+    monkeypatch.setattr("mmbroker.connection._DESCRIPTOR_PATIENCE", 0.05)
+
+    def handler(peer: Peer, call: m.Call) -> m.Reply | None:
+        if isinstance(call.body, m.Create):
+            prepare(peer)
+            return lease(call)
+        return m.Found([])
+
+    it, mine = client(handler)
+    with pytest.raises(InvalidMessage, match=match):
+        mine.put(torch.ones(1))
+    aborted = it.wait_for(m.Abort).body
+    assert isinstance(aborted, m.Abort)
+    assert aborted.leases == [1]
+
+
+@pytest.mark.parametrize("place", [{"offset": 4096}, {"offset": -4}, {"offset": 4093}, {"offset": 1 << 62}], ids=str)
+def test_a_lease_outside_its_segment(
+    client: Callable[[Handler], tuple[Peer, mmbroker.Client]], place: dict[str, int]
+) -> None:
+    def handler(peer: Peer, call: m.Call) -> m.Reply | None:
+        if isinstance(call.body, m.Create):
+            peer.segment(1, 4096)
+            return lease(call, **place)
+        return m.Found([])
+
+    it, mine = client(handler)
+    with pytest.raises(InvalidMessage, match="outside a segment"):
+        mine.put(torch.ones(1))
+    it.wait_for(m.Abort)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda peer: peer.segment(1, 4096, descriptors=2),
+        lambda peer: (peer.segment(3, 4096), peer.segment(3, 4096)),
+        lambda peer: peer._lifelines[-1].send(m.encode(m.SegmentFd(1, 4096, True))),
+        lambda peer: peer._lifelines[-1].send(b"nonsense"),
+        lambda peer: peer._lifelines[-1].send(m.encode(m.Refused("PoolFull", "now?"))),
+        lambda peer: peer.hang_up(),
+    ],
+    ids=["two descriptors", "twice", "no descriptor", "nonsense", "refusal", "end"],
+)
+def test_a_broken_lifeline_ends_the_session(
+    client: Callable[[Handler], tuple[Peer, mmbroker.Client]], spoil: Callable[[Peer], object]
+) -> None:
+    before: list[Leaks] = []
+
+    def handler(peer: Peer, call: m.Call) -> m.Reply | None:
+        if isinstance(call.body, m.Status):
+            spoil(peer)
+            return None
+        return m.Found([None])
+
+    it, mine = client(handler)
+    before.append(Leaks())
+    with pytest.raises((BrokerLost, InvalidMessage)):
+        mine._link.call(m.Status())
+    eventually(lambda: mine.connected and it.sessions == 2, "a new session")
+    assert mine.lookup("k") is None
+    descriptors = len(os.listdir("/proc/self/fd"))
+    assert mine.lookup("k") is None
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+# --- the outbox -----------------------------------------------------------------------------------------------------
+
+
+def test_casts_to_a_peer_that_does_not_read_are_kept_in_order(
+    client: Callable[[Handler], tuple[Peer, mmbroker.Client]],
+) -> None:
+    """More than ZeroMQ takes in: the rest waits its turn, and a caller is told in time."""
+    stuck, go = threading.Event(), threading.Event()
+
+    def handler(peer: Peer, call: m.Call) -> m.Reply | None:
+        if isinstance(call.body, m.Status):
+            stuck.set()
+            go.wait(30)
+        return m.Found([])
+
+    it, mine = client(handler)
+    with pytest.raises(DeadlineExceeded):
+        mine._link.call(m.Status(), 0.01)
+    assert stuck.wait(20)
+    for n in range(6000):
+        mine._link.cast(m.Drop([n]))
+    assert mine._link.backlog > 0
+    with pytest.raises(DeadlineExceeded):
+        mine.lookup("k", timeout=0.05)
+    go.set()
+    eventually(lambda: sum(isinstance(c.body, m.Drop) for c in it.calls) == 6000, "all casts")
+    assert [c.body.holds[0] for c in it.calls if isinstance(c.body, m.Drop)] == list(range(6000))
+    assert mine._link.backlog == 0
+
+
+def test_a_call_too_long_to_be_read(client: Callable[[Handler], tuple[Peer, mmbroker.Client]]) -> None:
+    _, mine = client(lambda peer, call: m.Found([None]))
+    with pytest.raises(InvalidMessage, match=r"exceeds the limit of 1048576.*fewer"):
+        mine.lookup_many([f"{n}" for n in range(40_000)])
+    assert mine.lookup("k") is None
+
+
+# --- hooks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_hook_costs_the_session_not_the_thread(
+    peer: Callable[..., Peer], caplog: pytest.LogCaptureFixture
+) -> None:
+    def handler(peer: Peer, call: m.Call) -> m.Reply | None:
+        if isinstance(call.body, m.Status):
+            peer.tell(m.Dismissed([1]))
+        return m.Found([None])
+
+    it = peer(handler)
+    link = Link(it.directory)
+    try:
+        broken = link.on_dismissed
+
+        def fail(holds: list[int]) -> None:
+            link.on_dismissed = broken
+            raise ZeroDivisionError("a hook")
+
+        link.on_dismissed = fail
+        with pytest.raises(BrokerLost):
+            link.call(m.Status())
+        eventually(lambda: link.connected, "a new session")
+        assert isinstance(link.call(m.Lookup([])), m.Found)
+        assert "a hook" in caplog.text
+    finally:
+        link.close()
+
+
+def test_closing_while_the_broker_is_gone(client: Callable[[Handler], tuple[Peer, mmbroker.Client]]) -> None:
+    it, mine = client(lambda peer, call: m.Found([]))
+    it._listener.close()
+    it._lifelines[0].close()
+    eventually(lambda: not mine.connected, "the loss")
+    with pytest.raises(BrokerLost, match="reconnect"):
+        mine.lookup("k")
+    mine.close()
+    with pytest.raises(BrokerUnavailable):
+        mine.lookup("k")

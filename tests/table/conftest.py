@@ -1,0 +1,3 @@
+from tests.rig import readonly, rig
+
+__all__ = ["readonly", "rig"]
