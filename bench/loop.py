@@ -4,7 +4,8 @@ The loop does short torch operations and Python work on a core of its own; every
 own process too, is on one other core. Every variant gets messages of the same request at the same rate from the same
 process, opens them, reads the feature's bytes once and ends its use. In the comparison the tensors were there before.
 Rounds are short and come in pairs, comparison and variant, in alternating order; a slowdown is the median of the
-pairs' ratios, so that a machine's slow minutes fall on both sides.
+pairs' ratios, so that a machine's slow minutes fall on both sides. A step's time is split into time on the core, time
+spent waiting (for the interpreter's lock), and time ready but without the core: the last is somebody else's doing.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import torch
 
 from . import stats, ways
 from .peers import END, Scheduler, Source
-from .processes import Board, Workshop, pin
+from .processes import Board, Workshop, pin, prefer
 
 #: Different features in turn; holds that may be under way at once.
 FEATURES, WINDOW = 32, 32
-#: Requests that the Python work keeps books for; a third of them is computed on.
-RUNNING = 192
+#: Pause between rounds, by their length: the kernel interrupts what runs ahead of others for 95 % of a second.
+PAUSE = 0.15
+#: Requests that the Python work keeps books for.
+RUNNING = 640
 
 
 class _Running:
@@ -62,6 +65,13 @@ class Work:
         self._requests.sort(key=lambda request: request.length)
 
 
+def _accounts() -> tuple[int, int, int]:
+    """Of this thread, in nanoseconds: now, time on a core, and time ready but without one."""
+    with open("/proc/thread-self/schedstat") as file:
+        running, ready, _ = map(int, file.read().split())
+    return time.perf_counter_ns(), running, ready
+
+
 class LoopScheduler(Scheduler):
     """Runs the loop for a while and counts."""
 
@@ -69,9 +79,10 @@ class LoopScheduler(Scheduler):
         """From the first arrival on, for so long. Then stops the source and lets the rest of the round in."""
         opener, clock, board, inbox = self.opener(way), time.perf_counter_ns, self.board.numbers, self.inbox()
         receive, step, dontwait = inbox.recv, Work().step, 0x40  # MSG_DONTWAIT
-        released = iterations = arrivals = start = cpu = took = 0
+        released = iterations = arrivals = start = 0
         ends: list[int] = []
         before = end = 0
+        opened = closed = (0, 0, 0)
         ended = False
         while not ended:
             step()
@@ -94,18 +105,20 @@ class LoopScheduler(Scheduler):
             if not start:
                 if released:  # the window opens behind the first arrival
                     start, end, arrivals = now, now + int(seconds * 1e9), released
-                    cpu = time.thread_time_ns()
+                    opened = _accounts()
             elif not board[Board.STOP]:
                 iterations += 1
                 ends.append(now - before)
                 if now >= end and released > arrivals:
                     board[Board.STOP] = 1
-                    arrivals, cpu = released - arrivals, time.thread_time_ns() - cpu
-                    took = now - start
+                    arrivals, closed = released - arrivals, _accounts()
             before = now
+        took, running, ready = (after - first for first, after in zip(opened, closed, strict=True))
         return {
             "us": took / iterations / 1000,
-            "cpu_us": cpu / iterations / 1000,
+            "cpu_us": running / iterations / 1000,
+            "no_core_us": ready / iterations / 1000,
+            "waited_us": max(0, took - running - ready) / iterations / 1000,
             "per_second": iterations / took * 1e9,
             "gap_ms": max(ends) / 1e6,
             "iteration_us_p99": stats.percentile(ends, 99) / 1000,
@@ -114,15 +127,25 @@ class LoopScheduler(Scheduler):
 
 
 def measure(
-    shop: Workshop, loads: list[tuple[float, float]], seconds: float, pairs: int, sglang: bool, say: Any
+    shop: Workshop,
+    loads: list[tuple[float, float]],
+    seconds: float,
+    pairs: int,
+    sglang: bool,
+    realtime: bool,
+    say: Any,
 ) -> list[dict[str, Any]]:
-    """For each load (MB, arrivals a second): one line for the comparison and one for each variant."""
+    """For each load (MB, arrivals a second): one line for the comparison and one for each variant.
+
+    `realtime`: our processes run ahead of all others, for machines with something else to do.
+    """
     cores = sorted(os.sched_getaffinity(0))
     own, other = cores[0], cores[1 % len(cores)]
     lines: list[dict[str, Any]] = []
     place, board_path = shop.place("loop"), shop.place("board")
     board = Board(board_path)
-    most = round(sum({mb for mb, _ in loads}) * FEATURES * 1.3 + 64)
+    # Each of two engines may have half of the arena under way; only what is used is ever allocated.
+    most = round(2.2 * WINDOW * sum({mb for mb, _ in loads}) + 64)
     with (
         shop.broker(host_mib=most) as broker,
         shop.worker("scheduler").make(LoopScheduler, broker.path, place, board_path, sglang) as scheduler,
@@ -130,6 +153,7 @@ def measure(
     ):
 
         def round_of(way: str, rate: float) -> dict[str, float]:
+            time.sleep(seconds * PAUSE)
             board.numbers[Board.RELEASED] = board.numbers[Board.STOP] = 0
             scheduler.start("run", way, seconds)
             fed = source.call("feed", way, rate, WINDOW)
@@ -138,6 +162,8 @@ def measure(
         pin(broker.pid, [other])
         scheduler.call("isolate", own, other)
         source.call("isolate", other)
+        for pid in (broker.pid, scheduler.worker.pid, source.worker.pid) if realtime else ():
+            prefer(pid)
         loaded = 0.0
         variants = ways.variants(sglang)
         for mb, rate in loads:
@@ -180,6 +206,8 @@ def _line(
         "iterations_per_second": middle("per_second", 1),
         "iteration_us_p99": middle("iteration_us_p99", 1),
         "cpu_us": middle("cpu_us", 1),
+        "waited_us": middle("waited_us", 1),
+        "no_core_us": middle("no_core_us", 1),
         "slowdown_percent": slowdown["median"],
         "slowdown_percent_low": slowdown["low"],
         "slowdown_percent_high": slowdown["high"],

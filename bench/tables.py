@@ -130,21 +130,23 @@ def _throughput(lines: list[dict[str, Any]]) -> Iterable[Table]:
 
 def _loop(lines: list[dict[str, Any]]) -> Iterable[Table]:
     made = table(
-        "A scheduler-like loop on one core, all else on another; medians of rounds",
-        ">MB", ">per s", "transport", ">reached", ">us a step", ">slower by %", ">middle half", ">gap ms", ">worst",
+        "A scheduler-like loop on one core, all else on another: microseconds a step, medians of rounds",
+        ">MB", ">per s", "transport", ">reached", ">step", ">on core", ">waited", ">slower %", ">quartiles",
+        ">gap ms", ">worst",
     )  # fmt: skip
     for line in lines:
+        slower = ("slowdown_percent", "slowdown_percent_low", "slowdown_percent_high")
+        median, low, high = (f"{line[name]:.1f}" for name in slower)
         bare = line["transport"] == ways.PRIVATE
         made.add_row(
             f"{line['mb']:g}",
             f"{line['asked_per_second']:g}",
             line["transport"],
-            number(line["reached_per_second"]),
-            number(line["iteration_us"]),
-            "" if bare else f"{line['slowdown_percent']:.1f}",
-            "" if bare else f"{line['slowdown_percent_low']:.1f} to {line['slowdown_percent_high']:.1f}",
-            number(line["gap_ms"]),
-            number(line["gap_ms_worst"]),
+            f"{line['reached_per_second']:.0f}",
+            *(f"{line[name]:.0f}" for name in ("iteration_us", "cpu_us")),
+            number(line["waited_us"]),
+            *(("", "") if bare else (median, f"{low}..{high}")),
+            *(f"{line[name]:.1f}" for name in ("gap_ms", "gap_ms_worst")),
         )
     yield made
 

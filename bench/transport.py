@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Plan:
     held_mb: float = 9.6
     held: int = 16
     sglang: bool = True
+    realtime: bool = False
 
 
 #: The same in a few seconds: to see that everything works, not to learn anything.
@@ -85,7 +86,9 @@ def _throughput(shop: Workshop, plan: Plan, say: Say) -> dict[str, Any]:
 
 
 def _loop(shop: Workshop, plan: Plan, say: Say) -> dict[str, Any]:
-    lines = loop.measure(shop, list(plan.loads), plan.loop_seconds, plan.loop_pairs, plan.sglang, say)
+    lines = loop.measure(
+        shop, list(plan.loads), plan.loop_seconds, plan.loop_pairs, plan.sglang, plan.realtime, say
+    )
     return {"loop": lines}
 
 
@@ -114,6 +117,7 @@ def run(sections: list[str], plan: Plan) -> dict[str, Any]:
         "date": machine.date(),
         "machine": machine.describe(),
         "versions": machine.versions(),
+        "realtime": plan.realtime,
     }
     with Workshop() as shop:
         for section in sections:
@@ -143,11 +147,16 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it works")
     parser.add_argument("--without-sglang", action="store_true", help="leave SGLang's own transport out")
+    parser.add_argument(
+        "--realtime",
+        action="store_true",
+        help="in the loop's section, run ahead of everything else on this machine (needs root)",
+    )
     options = parser.parse_args()
-    plan = QUICK if options.quick else Plan()
-    if options.without_sglang:
-        plan = Plan(**{**vars(plan), "sglang": False})
-    elif importlib.util.find_spec("sglang") is None:
+    plan = replace(
+        QUICK if options.quick else Plan(), sglang=not options.without_sglang, realtime=options.realtime
+    )
+    if plan.sglang and importlib.util.find_spec("sglang") is None:
         parser.error(
             "SGLang is not installed here: `make env` builds an environment, or use --without-sglang"
         )
