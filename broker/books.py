@@ -220,7 +220,7 @@ class Books:
 
     def empty(self, pool: Pool, segment: Segment, reason: str, now: float) -> None:
         """Evict everything idle from a segment."""
-        resting = self.idle.get((pool.tier, segment.namespace), {})
+        resting = self.idle.get((pool.tier, segment.namespace), OrderedDict())
         for entry in [entry for entry in resting.values() if entry.slot.segment == segment.number]:
             self.evict(entry, reason, now)
 
@@ -265,9 +265,10 @@ class Books:
     def announce(self, pool: Pool, segment: Segment) -> None:
         """Ranks on a GPU get a host segment before they need it, because pinning it takes milliseconds."""
         for session in self.sessions.values() if pool.tier == "host" else ():
-            if session.gpu and not session.ended and session.namespace == segment.namespace:
+            on_gpu = session.engine is not None and session.device != "cpu"
+            if on_gpu and not session.ended and session.namespace == segment.namespace:
                 segment.sessions.add(session.number)
-                self.out.segment(session, segment.number, False)
+                self.out.segment(session, segment.number, True)
 
     def send(self, session: Session, slot: Slot, writable: bool) -> None:
         """Make sure a session can map the slot's segment."""

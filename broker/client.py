@@ -339,23 +339,25 @@ class Client:
         world: int = 1,
         device: str = "cpu",
         access: str = "copy",
+        lazy: bool = False,
         timeout: float | None = None,
     ) -> FeatureTable:
         """Become rank `rank` of the `world` ranks of an engine; once all are attached, features can be put to it.
 
         `access`: ``copy`` gives each entry memory of its own; ``readonly`` shares it, and a model that writes into its
         input dies. A client has one table at a time.
+
+        `device`: where the tensors shall be, ``cpu``, ``cuda``, ``cuda:N`` or a GPU's UUID. The ways there are tried;
+        `FeatureTable.path` and `status` tell which one works. `lazy`: features go to the device at their first take.
         """
         self._link.check()
         if access not in ("copy", "readonly"):
             raise ValueError(f"access is 'copy' or 'readonly', not {access!r}")
-        if torch.device(device).type != "cpu":
-            raise ValueError(f"this version attaches on device 'cpu' only, not {device!r}")
         if any(table.attached for table in self._tables):
             raise BrokerError(
                 "this client is attached already: close its table first, or connect another client"
             )
-        table = FeatureTable(self._link, engine, rank, world, device, access)
+        table = FeatureTable(self._link, engine, rank, world, device, access, lazy)
         self._tables.append(table)
         try:
             table.attach(timeout)
@@ -444,6 +446,14 @@ class Client:
     def _granted(self, grants: list[Any]) -> None:
         if self._tables:
             self._tables[-1].granted(grants)
+
+    def _offered(self, offers: list[Any]) -> None:
+        if self._tables:
+            self._tables[-1].offered(offers)
+
+    def _retired(self, segments: list[int]) -> None:
+        for table in list(self._tables):
+            table.retired(segments)
 
     def _dismissed(self, holds: list[int]) -> None:
         for table in list(self._tables):

@@ -58,7 +58,8 @@ class Holds:
         books = self.books
         hold.ranks[session.number] = Rank.GRANTED
         session.unacked[hold.number] = now
-        books.send(session, hold.feature.slot, writable=False)
+        # Memory can be pinned only where it may be written.
+        books.send(session, hold.feature.slot, writable=session.device != "cpu")
         books.out.grant(session.number, hold.grant(books.boot, place))
         books.counters["grants"] += 1
 

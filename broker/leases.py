@@ -36,7 +36,7 @@ class Leases:
             engine.in_flight[slot.tier] += slot.nbytes
         books.send(session, slot, writable=True)
         books.counters["leases"] += 1
-        return Leased(lease.number, slot.segment, slot.offset, slot.generation)
+        return Leased(lease.number, slot.segment, slot.offset, slot.generation, slot.tier)
 
     def seal(
         self, session: Session, seq: int, call: Seal, engine: Engine | None, now: float, deadline: float

@@ -195,6 +195,8 @@ class Session:
     rank: int = 0
     device: str = ""
     access: str = ""
+    path: str = ""
+    why: str = ""  # what failed on a better path
     gpu: bool = False  # its tensors are on the device that this broker serves
     lazy: bool = False  # loads at the first take
     replicas: dict[int, Replica] = field(default_factory=dict)  # by hold, of its grants

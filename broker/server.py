@@ -95,7 +95,7 @@ class Server:
         self.settings = settings
         self.boot = secrets.token_bytes(BOOT_BYTES)
         self.broker = Broker(settings.limits, self.boot)
-        self.door = Door(settings.name, self.boot, settings.limits.sessions)
+        self.door = Door(settings.name, self.boot, settings.limits.sessions, settings.limits.device)
         self.segments: dict[int, AnySegment] = {}
         self.peers: dict[int, Peer] = {}  # by living session
         self._uids = settings.allow_uid | {os.geteuid(), 0}

@@ -225,8 +225,9 @@ class Broker:
         engine.ranks[call.rank] = session.number
         session.engine, session.rank = engine, call.rank
         session.device, session.access, session.lazy = call.device, call.access, call.lazy
-        session.gpu = bool(self.limits.device) and call.device == self.limits.device
-        if session.gpu:
+        session.gpu = call.path == "device" and bool(self.limits.device) and call.device == self.limits.device
+        session.path, session.why = call.path[:NAME_LIMIT], call.why[:500]
+        if session.device != "cpu":
             for segment in self.books.pool.arena(session.namespace):
                 if segment.ready:
                     self.books.announce(self.books.pool, segment)

@@ -19,17 +19,40 @@ import logging
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from mmbroker.proto.errors import ClientForked, FeatureError, FeatureMissing, ProtocolError, StaleReference
-from mmbroker.proto.messages import Ack, Attach, Detach, Grant, Settle
+from mmbroker.proto.errors import (
+    BrokerError,
+    ClientForked,
+    FeatureError,
+    FeatureMissing,
+    ProtocolError,
+    StaleReference,
+)
+from mmbroker.proto.messages import (
+    Ack,
+    Attach,
+    Attached,
+    Detach,
+    DevicePlace,
+    Grant,
+    Loaded,
+    Offer,
+    Park,
+    Settle,
+    Want,
+)
 from mmbroker.proto.reference import Reference
 
 from . import mapping
 from .buffers import BufferPool
+from .gpu import Gpu, Place
 from .mapping import Mapping
+from .path import choose
 from .tensors import Layout, build, layout
 
 if TYPE_CHECKING:
@@ -46,17 +69,26 @@ _LOST_ENTRIES: Final = 600.0
 #: How many earlier lives of the broker are told apart from unknown ones.
 _BOOTS: Final = 64
 
+#: And at work on the device that is not done.
+_DEVICE_WATCH: Final = 0.001
+
 Key = tuple[bytes, int]  # boot and hold
+#: A weak reference to an exporter.
+Watch = weakref.ref[Any]
+#: Tensors, the watch on their exporter, and where on the device they are.
+Built = tuple[list[torch.Tensor], Watch | None, Place | None]
 
 
 class _Entry:
     """What the table keeps for one grant."""
 
     __slots__ = (
-        "buffer", "exporters", "key", "layout", "memory", "private", "ready", "ref", "session", "uses", "wire",
+        "asked", "buffer", "exporters", "fences", "key", "layout", "memory", "outlived", "place", "private", "ready",
+        "ref", "session", "table", "uses", "wire",
     )  # fmt: skip
 
-    def __init__(self, ref: Reference, session: int, private: bool) -> None:
+    def __init__(self, table: FeatureTable, ref: Reference, session: int, private: bool) -> None:
+        self.table = table
         self.key: Key = (ref.boot, ref.hold)
         self.ref = ref
         self.wire = ref.to_wire()
@@ -66,17 +98,26 @@ class _Entry:
         self.memory = memoryview(b"")
         self.buffer: Mapping | None = None
         self.uses: dict[int, None] = {}
-        self.exporters: dict[int, weakref.ref[memoryview]] = {}
-        self.ready: list[tuple[list[torch.Tensor], weakref.ref[memoryview] | None]] = []
+        self.exporters: dict[int, Watch] = {}
+        self.ready: list[Built] = []
+        self.place: Place | None = None  # on the device
+        self.fences: deque[int] = deque()  # events of work that may read what was released
+        self.asked = False  # for a place on the device
+        self.outlived = False  # a tensor was kept beyond the last use
 
-    def build(self) -> tuple[list[torch.Tensor], weakref.ref[memoryview] | None]:
-        """Tensors over an exporter of their own."""
+    def build(self) -> Built:
+        """Tensors over an exporter of their own: on the device, if the feature is there, or will be in a moment."""
         if not self.ref.nbytes:
-            return build(self.layout, self.memory), None
-        exporter = self.memory[:]
-        watch = weakref.ref(exporter)
+            return build(self.layout, self.memory), None, None
+        place, gpu = self.place, self.table.gpu
+        watch: Watch
+        if place is not None and gpu is not None:
+            tensors, watch = gpu.build(self.layout, place, self.ref.nbytes)
+        else:
+            exporter = self.memory[:]
+            tensors, watch = build(self.layout, exporter), weakref.ref(exporter)
         self.exporters[id(watch)] = watch
-        return build(self.layout, exporter), watch
+        return tensors, watch, place
 
     @property
     def kept(self) -> bool:
@@ -92,7 +133,7 @@ class Use:
     def __init__(self, entry: _Entry) -> None:
         self._entry: _Entry | None = entry
         self._built: list[torch.Tensor] | None = None
-        self._watch: weakref.ref[memoryview] | None = None
+        self._watch: Watch | None = None
         entry.uses[id(self)] = None
 
     @property
@@ -101,9 +142,11 @@ class Use:
         if self._built is None:
             entry = self._live()
             try:
-                self._built, self._watch = entry.ready.pop()
+                self._built, self._watch, place = entry.ready.pop()
             except IndexError:
-                self._built, self._watch = entry.build()
+                self._built, self._watch, place = entry.build()
+            if place is not None and entry.table.gpu is not None:
+                entry.table.gpu.wait(place)
         return self._built
 
     @property
@@ -132,19 +175,26 @@ class Use:
     def release(self, stream: object = None) -> None:
         """No longer in use. Idempotent. A tensor kept beyond this stays valid, and its memory stays in use.
 
-        `stream`: the device stream that last read it; of no meaning on the CPU.
+        `stream`: the device stream that last read it, as torch's object or its raw number; None: the current one. The
+        memory stays in use until what is in that stream by now is done. Of no meaning on the CPU.
         """
         entry, self._entry = self._entry, None
         if entry is not None:
+            if self._built is not None and entry.table.gpu is not None:
+                entry.fences.append(entry.table.gpu.fence(stream))
             self._built = None
             watch = self._watch
             if watch is not None and watch() is None:
                 entry.exporters.pop(id(watch), None)
             entry.uses.pop(id(self), None)
 
-    def park(self) -> None:
-        """The feature is not needed on the device for now; a later take has it again. On the CPU: a release."""
-        self.release()
+    def park(self, stream: object = None) -> None:
+        """A release, and the feature is not needed on the device for now. A later take has the host's copy at once, and
+        the device's again when there is room. `stream`: see `release`. On the CPU: a release."""
+        entry = self._entry
+        self.release(stream)
+        if entry is not None and entry.place is not None:
+            entry.table.parking.append(entry)
 
     def __enter__(self) -> Use:
         return self
@@ -161,7 +211,16 @@ class Use:
 class FeatureTable:
     """Made by `Client.attach`. `take` may be called from any thread; it never waits."""
 
-    def __init__(self, link: Link, engine: str, rank: int, world: int, device: str, access: str) -> None:
+    def __init__(
+        self, link: Link, engine: str, rank: int, world: int, device: str, access: str, lazy: bool = False
+    ) -> None:
+        self.gpu: Gpu | None = None
+        self.path = "host"
+        self.lazy = lazy
+        self.parking: deque[_Entry] = deque()  # to be let go of on the device
+        self.wanting: deque[_Entry] = deque()  # taken without a place on the device
+        self._quiet = 0
+        self._put_off: list[Grant] = []
         self.engine = engine
         self.rank = rank
         self.world = world
@@ -175,6 +234,7 @@ class FeatureTable:
         self._buffers = BufferPool()
         self._pause = _WATCH[0]
         self._open = True
+        self._shared = False  # the broker gives places on our device
         self._takes = self._misses = self._stale = 0
         self._acks = self._failed = self._settled = self._expired = self._bytes_copied = self._build_ns = 0
 
@@ -198,11 +258,31 @@ class FeatureTable:
         if not fits or self._link.forked:
             entry = self._look_closer(ref)
         use = Use(entry)
+        if entry.place is None and self.gpu is not None:
+            self._want(entry)
         if self._entries.get(entry.key) is not entry:
             use.release()
             raise self._missing(entry.ref)
         self._takes += 1
         return use
+
+    def _want(self, entry: _Entry) -> None:
+        """Ask for a place on the device; the model copies by itself if it reads before there is one."""
+        if self._shared and not entry.asked and entry.memory.nbytes:
+            entry.asked = True
+            self.wanting.append(entry)
+            if self.lazy:
+                self._link.wake()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """While CUDA graphs are captured: nothing is mapped, pinned, loaded or queried; grants and seals wait."""
+        self._quiet += 1
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+            self._link.wake()
 
     def _look_closer(self, ref: object) -> _Entry:
         """The entry of a reference that is not written as usual, such as one whose shape became a tuple on its way.
@@ -290,6 +370,9 @@ class FeatureTable:
         acked: list[int] = []
         failed: list[int] = []
         reason = ""
+        if self._quiet:
+            self._put_off += grants
+            return
         for grant in grants:
             try:
                 if not self._open:
@@ -310,10 +393,23 @@ class FeatureTable:
         ref = grant.ref
         if (ref.boot, ref.hold) in self._entries:
             return
-        entry = _Entry(ref, self._link.session, grant.private)
-        if ref.nbytes:
-            memory = self._link.segment(grant.segment, False).view(grant.offset, ref.nbytes)
-            if grant.private or self.access == "copy":
+        entry = _Entry(self, ref, self._link.session, grant.private)
+        if ref.nbytes and grant.tier == "device":
+            if self.gpu is None:
+                raise FeatureMissing(f"rank {self.rank} of engine {self.engine!r} is not on that device")
+            entry.place = self.gpu.share(DevicePlace(grant.segment, grant.offset, False), ref.hold)
+        elif ref.nbytes:
+            host = self._link.segment(grant.segment, self.gpu is not None)
+            memory = host.view(grant.offset, ref.nbytes)
+            if self.gpu is not None:
+                self.gpu.pin(host)
+                if grant.private or self.access == "copy":
+                    entry.place = self.gpu.load_private(ref.hold, memory)
+                elif grant.device is not None:
+                    entry.place = self._place(grant.device, ref.hold, memory)
+                else:
+                    entry.asked = not self.lazy  # the broker has it in its own line
+            elif grant.private or self.access == "copy":
                 entry.buffer = self._buffers.take(ref.nbytes)
                 copied = entry.buffer.view(0, ref.nbytes)
                 mapping.copy(copied, mapping.address_of(memory))
@@ -322,6 +418,27 @@ class FeatureTable:
             entry.memory = memory
         entry.ready.append(entry.build())
         self._entries[entry.key] = entry
+
+    def _place(self, place: DevicePlace, hold: int, memory: memoryview) -> Place:
+        assert self.gpu is not None
+        return self.gpu.load(place, hold, memory) if place.load else self.gpu.share(place, hold)
+
+    def offered(self, offers: list[Offer]) -> None:
+        """Places on the device for entries that had none."""
+        boot, declined = self._link.boot, []
+        for offer in offers:
+            entry = self._entries.get((boot, offer.hold))
+            try:
+                if entry is None or entry.place is not None:
+                    raise FeatureMissing("nobody needs it any more")
+                entry.place = self._place(offer.place, offer.hold, entry.memory)
+                entry.ready[:] = [entry.build()]
+            except BrokerError as error:
+                declined.append(offer.hold)
+                if entry is not None:
+                    _log.warning("mmbroker: an offer to engine %s failed: %s", self.engine, error)
+        if declined:
+            self._link.cast(Park(declined))
 
     def dismissed(self, holds: list[int]) -> None:
         boot = self._link.boot
@@ -343,7 +460,7 @@ class FeatureTable:
         settled: list[int] = []
         for _ in range(len(self._over)):
             entry = self._over.popleft()
-            if not entry.private and (entry.uses or entry.kept):
+            if not self._untouchable(entry):
                 self._over.append(entry)
                 continue
             self._settled += 1
@@ -355,8 +472,64 @@ class FeatureTable:
             self._link.cast(Settle(settled), session)
         return self._settled > count
 
+    def _untouchable(self, entry: _Entry) -> bool:
+        """Can nothing here touch the entry's memory any more: no use, no tensor, no work on the GPU?"""
+        gpu, place = self.gpu, entry.place
+        if gpu is None:
+            return entry.private or not (entry.uses or entry.kept)
+        if self._quiet or (place is not None and not gpu.completed(place)):
+            return False
+        if place is not None and place.private:
+            return True
+        if entry.uses or entry.kept:
+            entry.outlived = entry.outlived or not entry.uses
+            return False
+        if entry.outlived:  # whatever read the tensors that outlived their uses may still be at work
+            entry.outlived = False
+            entry.fences += gpu.fences()
+        return gpu.passed(entry.fences)
+
+    def _device_chores(self, gpu: Gpu) -> bool:
+        """Tell what is loaded, ask for what is wanted, let go of what is parked; True if some of it is not done yet."""
+        if self._quiet:
+            return True
+        if self._put_off:
+            grants, self._put_off = self._put_off, []
+            self.granted(grants)
+        for number in self._link.fresh_segments():
+            gpu.pin(self._link.segment(number, True))
+        done = gpu.loaded()
+        if done and self._shared:
+            self._link.cast(Loaded(done))
+        if self.wanting:
+            wanted = [self.wanting.popleft() for _ in range(len(self.wanting))]
+            self._link.cast(Want([e.ref.hold for e in wanted if e.session == self._link.session]))
+        parked: list[int] = []
+        for _ in range(len(self.parking)):
+            entry = self.parking.popleft()
+            place = entry.place
+            if (
+                place is None
+                or entry.uses
+                or self._entries.get(entry.key) is not entry
+                or not entry.memory.nbytes
+            ):
+                continue  # parked already, in use again, over, or without a replica on the host
+            entry.ready.clear()
+            if entry.kept or not gpu.passed(entry.fences) or not gpu.completed(place):
+                self.parking.append(entry)
+                continue
+            entry.place, entry.asked = None, False
+            entry.ready[:] = [entry.build()]
+            parked.append(entry.ref.hold)
+        if parked and self._shared:
+            self._link.cast(Park(parked))
+        gpu.sweep()
+        return gpu.busy or bool(self.parking)
+
     def chores(self, now: float) -> float:
         """Settle what has come to its end; returns in how many seconds to look again."""
+        busy = self.gpu is not None and self._device_chores(self.gpu)
         for expiry, session in list(self._lost):
             if expiry <= now:
                 self._lost.remove((expiry, session))
@@ -366,20 +539,42 @@ class FeatureTable:
         self._buffers.trim(now)
         moved = self._settle()
         self._pause = _WATCH[0] if moved or not self._over else min(self._pause * 2, _WATCH[1])
-        return self._pause if self._over else 1.0
+        pause = self._pause if self._over else 1.0
+        return min(pause, _DEVICE_WATCH) if busy else pause
 
     def lost(self, session: int) -> None:
         """Entries stay usable without their session, because requests that carry their references still run."""
+        if self.gpu is not None:
+            self.gpu.forget()
         self._lost.append((time.monotonic() + _LOST_ENTRIES, session))
 
     def attach(self, timeout: float | None = None) -> None:
         """Tell the broker who we are; also after each reconnection."""
-        if not self._open:
-            return
+        if self._open:
+            seconds = self._link.timeout if timeout is None else timeout
+            self._link.run(lambda: self._attach(timeout), seconds + 1.0)
+
+    def _attach(self, timeout: float | None) -> None:
+        path = choose(self._link, self.device)
+        self.path, self.gpu = path.name, path.gpu
         self._boots[self._link.boot] = None
         while len(self._boots) > _BOOTS:
             del self._boots[next(iter(self._boots))]
-        self._link.call(Attach(self.engine, self.rank, self.world, self.device, self.access), timeout)
+        reply = self._link.call(
+            Attach(
+                self.engine, self.rank, self.world, path.device, self.access, self.lazy, path.name, path.why
+            ),
+            timeout,
+        )
+        if path.why:
+            _log.warning(
+                "mmbroker: rank %d of engine %s is on the %s path: %s", self.rank, self.engine, *path[::3]
+            )
+        self._shared = isinstance(reply, Attached) and reply.tier == "device"
+
+    def retired(self, segments: list[int]) -> None:
+        if self.gpu is not None:
+            self.gpu.retire(segments)
 
     def touches(self, session: int) -> bool:
         """Can anything of a session that is over still be read here?"""

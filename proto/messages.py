@@ -40,7 +40,8 @@ class Hello(_Message, frozen=True, tag="hello"):
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """The session: `routing` is the control socket's identity, `control` its file name in the instance directory."""
+    """The session: `routing` is the control socket's identity, `control` its file name in the instance directory,
+    `device` the UUID of the GPU that is served."""
 
     v: int
     boot: bytes
@@ -49,6 +50,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     control: str
     namespace: str
     instance: str
+    device: str = ""
 
 
 class Refused(_Message, frozen=True, tag="refused"):
@@ -126,7 +128,8 @@ class Attach(_Message, frozen=True, tag="attach"):
     """This session is rank `rank` of `world` of an engine. `access`: ``readonly``, ``copy``. Answered by `Attached`.
 
     `device` is ``cpu`` or the UUID of the GPU on which its tensors shall be. `lazy`: it asks for a place on the device
-    (`Want`) when a feature is first taken, instead of getting one with each grant.
+    (`Want`) when a feature is first taken, instead of getting one with each grant. `path` is where the rank found that
+    features can be, ``device``, ``pinned`` or ``host``, and `why` what failed.
     """
 
     engine: str
@@ -135,6 +138,8 @@ class Attach(_Message, frozen=True, tag="attach"):
     device: str = "cpu"
     access: str = "copy"
     lazy: bool = False
+    path: str = "host"
+    why: str = ""
 
 
 class Detach(_Message, frozen=True, tag="detach"):
@@ -249,6 +254,7 @@ class Leased(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     segment: int
     offset: int
     generation: int
+    tier: str = "host"
 
 
 class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="pending"):

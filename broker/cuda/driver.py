@@ -141,6 +141,14 @@ class Driver(Protocol):
         """A uint8 tensor of shape (nbytes,) over memory of the GPU; `owner` lives as long as it and its views."""
         ...
 
+    def empty(self, nbytes: int, uuid: str, stream: int) -> torch.Tensor:
+        """A uint8 tensor of shape (nbytes,) from torch's own memory, to be written in `stream` first."""
+        ...
+
+    def used_by_current(self, tensor: torch.Tensor) -> None:
+        """A tensor of `empty` is read in torch's current stream: when it dies, its memory waits for that."""
+        ...
+
     def close(self) -> None:
         """Let go of the contexts that `use` took. Everything made through this driver must be gone by then."""
         ...

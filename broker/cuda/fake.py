@@ -265,6 +265,14 @@ class FakeDriver:
         region.owner = owner  # type: ignore[attr-defined]
         return torch.frombuffer(region, dtype=torch.uint8)
 
+    def empty(self, nbytes: int, uuid: str, stream: int) -> torch.Tensor:
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def used_by_current(self, tensor: torch.Tensor) -> None:
+        pass
+
     def close(self) -> None:
         self.engine.close()
         for fd in self._contexts.values():

@@ -213,6 +213,18 @@ class RealDriver:
 
         return torch.as_tensor(_Bytes(address, nbytes, owner), device=f"cuda:{self._devices[uuid].index}")
 
+    def empty(self, nbytes: int, uuid: str, stream: int) -> torch.Tensor:
+        import torch
+
+        device = torch.device("cuda", self._devices[uuid].index)
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):  # type: ignore[no-untyped-call]
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def used_by_current(self, tensor: torch.Tensor) -> None:
+        import torch
+
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
     def close(self) -> None:
         with self._lock:
             contexts, self._contexts = self._contexts, {}
