@@ -6,6 +6,8 @@ VENV_OLD := .venv-sglang-0.5.17
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
+# The two environments are built from one tree.
+.NOTPARALLEL:
 .PHONY: help env env-old test check format demo bench clean
 
 help: ## this list
@@ -37,6 +39,7 @@ demo: env ## the real SGLang serves pictures, first its own way, then through a 
 	@$(BIN)/mmbroker demo
 
 bench: env ## the transports side by side: tables, and a JSON file beside them
+	@mkdir -p bench/results
 	$(BIN)/python bench/transport.py --json bench/results/transport.json
 
 clean: ## remove the environments and everything that was built

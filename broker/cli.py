@@ -194,10 +194,11 @@ def _connect(directory: Path) -> Link:
         raise NoBroker(str(error)) from None
 
 
-def _report(name: str | None, features: int = 0) -> dict[str, Any]:
+def report(directory: Path, features: int = 0) -> dict[str, Any]:
+    """What the broker there says of itself, with so many of its largest features."""
     from mmbroker.proto.messages import Report, Status
 
-    link = _connect(_find(name))
+    link = _connect(directory)
     try:
         answer = link.call(Status(features))
     finally:
@@ -214,13 +215,13 @@ def _report(name: str | None, features: int = 0) -> dict[str, Any]:
 @click.option("--json", "as_json", is_flag=True, help="The whole report, for programs.")
 def status(name: str | None, as_json: bool) -> None:
     """Memory, sessions, engines, what waits, and what happened so far."""
-    report = _report(name)
+    told = report(_find(name))
     if as_json:
-        click.echo(json.dumps(report, indent=1))
+        click.echo(json.dumps(told, indent=1))
         return
     from .screen import show_status
 
-    show_status(report)
+    show_status(told)
 
 
 @main.command()
@@ -229,13 +230,13 @@ def status(name: str | None, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="The same, for programs.")
 def ls(name: str | None, number: int, as_json: bool) -> None:
     """List the largest features."""
-    report = _report(name, number)
+    told = report(_find(name), number)
     if as_json:
-        click.echo(json.dumps(report["largest"], indent=1))
+        click.echo(json.dumps(told["largest"], indent=1))
         return
     from .screen import show_features
 
-    show_features(report)
+    show_features(told)
 
 
 @main.command()

@@ -65,7 +65,7 @@ class Source:
         targets = build(layout(self.form), slot)
         for tensor, target in zip(self.tensors, targets, strict=True):
             if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-                # Not torch's own copy, whose threads would wait for each other beside our hashing ones: 15 times slower.
+                # Not torch's own copy, whose threads would wait for each other beside our hashing: 15 times slower.
                 ctypes.memmove(target.data_ptr(), tensor.data_ptr(), tensor.nbytes)
             else:
                 target.copy_(tensor)

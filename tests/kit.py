@@ -343,7 +343,7 @@ def children() -> set[int]:
 
 
 #: What other programs that run beside the tests leave in ``/dev/shm``: we name nothing there.
-STRANGERS = ("sem.loky-", "sglang_", "psm_")
+STRANGERS = ("sem.loky-", "sgl", "psm_")
 
 
 def in_use(path: str) -> bool:

@@ -18,6 +18,6 @@ __all__ = ["register"]
 
 def register() -> None:
     """Entry point. Light: it imports neither torch nor anything of SGLang beyond its hook registry."""
-    from . import flags
+    from .flags import offer
 
-    flags.offer()
+    offer()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 
@@ -49,7 +49,7 @@ def unpack(packed: Packed) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=kind).reshape(shape)
 
 
-def packable(value: object) -> bool:
+def packable(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided
 
 

@@ -79,16 +79,15 @@ def _called(name: str, devices: Sequence[Device]) -> list[Device]:
 
 
 def _begin_with(name: str, devices: Sequence[Device]) -> list[Device]:
-    """Devices whose UUID begins with a name; the ``GPU-`` in front may be left out. A whole UUID means itself alone."""
+    """Devices whose UUID begins with a name; the ``GPU-`` in front may be left out."""
     name = name.lower()
     if not name or name in "gpu-":
         return []
-    found = [
+    return [
         device
         for device in devices
         if device.uuid.lower().startswith(name) or device.uuid.lower().removeprefix("gpu-").startswith(name)
     ]
-    return [device for device in found if device.uuid.lower() == name] or found
 
 
 def _among(seen: Sequence[Device], existing: Sequence[Device], text: str | None) -> str:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from mmbroker.proto.errors import BrokerError
 
@@ -127,7 +127,7 @@ def _broker(out: Console, scratch: Path) -> Iterator[Path]:
     with open(scratch / "broker.log", "w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "mmbroker", "start", "--cpu", "--host-mib", str(_HOST_MIB)],
-            env={**os.environ, "MMBROKER_DIR": str(root)},
+            env={**os.environ, **_nobodys_settings(), "MMBROKER_DIR": str(root)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -152,6 +152,11 @@ def _broker(out: Console, scratch: Path) -> Iterator[Path]:
         raise BrokerError(f"the broker ended with code {code}, or left {root} behind")
 
 
+def _nobodys_settings() -> dict[str, str]:
+    """Whatever is set for brokers and engines here shall not reach the demo's."""
+    return {name: "" for name in os.environ if name.startswith("MMBROKER_")}
+
+
 def _serve(
     out: Console,
     what: str,
@@ -162,20 +167,22 @@ def _serve(
     broker: Path | None,
 ) -> Run:
     """One engine, and all requests sent to it."""
+    from mmbroker.cli import report
+
     from .engine import Engine
     from .report import Run
 
     scratch.mkdir()
-    engine = Engine(model, scratch, arguments, measure=True)
+    engine = Engine(model, scratch, arguments, _nobodys_settings(), measure=True)
     try:
         with _step(out, f"SGLang with {what}"):
             engine.wait_ready()
-        before = _status(broker)
+        before = report(broker) if broker else {}
         answers = _send(out, engine, requests)
         counters = engine.counters()
     finally:
         engine.stop()
-    return Run(answers, counters, before, _status(broker))
+    return Run(answers, counters, before, report(broker) if broker else {})
 
 
 def _send(out: Console, engine: Engine, requests: list[list[Request]]) -> list[Answer]:
@@ -188,19 +195,3 @@ def _send(out: Console, engine: Engine, requests: list[list[Request]]) -> list[A
             if before // 10 != len(answers) // 10 or len(answers) == total:
                 out.print(f"    {len(answers)} of {total} requests answered")
     return answers
-
-
-def _status(directory: Path | None) -> dict[str, Any]:
-    """What the broker reports, if there is one."""
-    if directory is None:
-        return {}
-    from mmbroker.link import Link
-    from mmbroker.proto.messages import Report, Status
-
-    link = Link(directory, "mmbroker-demo", None, timeout=5.0)
-    try:
-        answer = link.call(Status())
-    finally:
-        link.close()
-    assert isinstance(answer, Report)
-    return answer.status

@@ -92,7 +92,7 @@ class Engine:
                 *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
                 *("--port", str(self.port), *base, *arguments),
             ],
-            env={**os.environ, **CPU_ENVIRONMENT, "TMPDIR": str(scratch), **measuring, **(environment or {})},
+            env={**os.environ, **CPU_ENVIRONMENT, "TMPDIR": str(scratch), **(environment or {}), **measuring},
             cwd=scratch,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -271,11 +271,11 @@ class Agent:
     def end(self) -> int:
         """Let it exit; its exit code."""
         self._socket.close()
-        return self.process.wait(PATIENCE)
+        return self.process.wait(3 * PATIENCE)
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(PATIENCE)
+        self.process.wait(3 * PATIENCE)
 
     def __enter__(self) -> Agent:
         return self
@@ -285,7 +285,7 @@ class Agent:
     ) -> None:
         self._socket.close()
         try:
-            self.process.wait(PATIENCE)
+            self.process.wait(3 * PATIENCE)
         finally:
             self.kill()
 

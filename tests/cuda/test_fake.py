@@ -208,6 +208,16 @@ def test_waiting_for_outside_work_breaks_a_capture(fake: Rig) -> None:
             driver.wait(captured, event)
 
 
+def test_what_comes_into_a_captured_stream_is_not_done(fake: Rig) -> None:
+    driver = fake.fake
+    with fake.memory(SIZE) as slot, fake.pinned(4096) as host, fake.stream() as stream:
+        host.view[:] = b"\x11" * 4096
+        with driver.capture(stream):
+            driver.copy(slot, host.address, 4096, stream)
+        fake.finish(stream)
+        assert fake.read(slot, 4096) == bytes(4096)
+
+
 # --- books ----------------------------------------------------------------------------------------------------------
 
 
@@ -344,6 +354,13 @@ def test_maps_that_show_nothing(fake: Rig) -> None:
         with fake.mapped(fd, SIZE, writable=False) as broken:
             assert fake.read(broken, 5) == bytes(5)
     os.close(fd)
+
+
+def test_a_driver_that_does_not_start(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMBROKER_FAKE_CUDA_FAULTS", "cuInit=CUDA_ERROR_SYSTEM_DRIVER_MISMATCH")
+    assert cuda.load() is None
+    with pytest.raises(NoDriver, match="CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"):
+        cuda.open_driver()
 
 
 @pytest.mark.parametrize("text", ["cuMemCreate", "memlock=much", "nonsense", "cuMemCreate=OUT_OF_MEMORY"])

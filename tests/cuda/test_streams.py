@@ -184,6 +184,8 @@ def test_pinned_memory_is_read_when_the_copy_is_done_and_other_memory_at_once(ri
         data[:] = b"\x04" * 4096
         rig.finish(stream)
         assert rig.read(slot, 4096) == b"\x03" * 4096
+        driver.copy(ctypes.addressof(ctypes.c_char.from_buffer(data)), slot, len(data), stream)
+        assert data == b"\x03" * 4096  # written before the call returned
 
 
 def test_pinning_in_pieces(rig: Rig) -> None:

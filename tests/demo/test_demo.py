@@ -121,7 +121,11 @@ def test_an_engine_that_does_not_start_says_why(tmp_path: Path, no_leaks: None) 
 @pytest.mark.sglang
 def test_the_demo(no_leaks: None, tmp_path: Path) -> None:
     directories, engines = set(Path("/tmp").glob("mmd-*")), engines_of_demos()
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MMBROKER_")}
+    environment = {
+        **os.environ,
+        "MMBROKER_TRANSPORT": "broker",
+        "MMBROKER_NAME": "another",
+    }  # which must not matter
     result = subprocess.run(
         [sys.executable, "-m", "mmbroker", "demo", "--keep", tmp_path / "kept"],
         env={**environment, "COLUMNS": "80"},

@@ -181,7 +181,9 @@ def test_a_wrong_first_message(broker: BrokerProcess, first: bytes, error: str) 
     with RawClient(broker.directory) as other:
         with knock(broker) as sock:
             sock.send(first)
-            assert refusal(sock).error == error
+            refused = refusal(sock)
+            assert refused.error == error
+            assert ("has at most 65536 bytes" in refused.message) == (len(first) > 1 << 16)
         assert isinstance(other.call(m.Status()), m.Report)
     assert broker.status()["daemon"]["counters"]["peers_refused"] == 1
 

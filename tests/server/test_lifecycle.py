@@ -176,13 +176,19 @@ def test_open_leases_are_waited_for(start_broker: StartBroker, signum: int) -> N
 
 
 def test_a_second_signal_ends_it_at_once(start_broker: StartBroker, broker_root: Path) -> None:
+    """It waits neither for open leases nor for a seal that nobody acknowledges, which would be answered first."""
     broker = start_broker()
-    with RawClient(broker.directory) as client:
-        lease_one(client, MIB)
+    with RawClient(broker.directory) as client, RawClient(broker.directory) as rank:
+        rank.call(m.Attach("e", 0, 1))
+        leased = lease_one(client, MIB)
+        seal = client.post(m.Seal([m.Sealing(leased.lease)], to="e"), timeout=2.0)
+        rank.notice(m.Granted)
         broker.process.send_signal(signal.SIGTERM)
-        eventually(lambda: client.call(m.Status()).status["draining"], "draining")
+        eventually(lambda: rank.call(m.Status()).status["draining"], "draining")
         broker.process.send_signal(signal.SIGTERM)
         assert client.ended()
+        assert seal not in client.answers
+        assert client.control is not None and not client.control.poll(0)
     assert broker.wait() == 0
     assert list(broker_root.iterdir()) == []
 

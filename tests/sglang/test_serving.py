@@ -1,0 +1,129 @@
+"""The main job: the real SGLang serves pictures through a broker, and answers as it does without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+
+from tests.kit import eventually
+
+from . import kit
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[kit.Scene]:
+    with kit.running_scene() as scene:
+        yield scene
+
+
+@pytest.fixture(scope="module")
+def served(scene: kit.Scene) -> dict[str, Any]:
+    """The workload, and the counters after it."""
+    texts = kit.workload(scene.engine)
+    return {"texts": texts, "tokenizer": scene.total("tokenizer"), "scheduler": scene.total("scheduler")}
+
+
+def test_texts_equal_sglangs_own(served: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert served["texts"] == reference["texts"]
+    assert len(set(served["texts"].values())) > 5, "the pictures make a difference"
+
+
+def test_every_feature_went_through_the_broker(served: dict[str, Any]) -> None:
+    tokenizer, scheduler = served["tokenizer"], served["scheduler"]
+    assert tokenizer["features"] == kit.PICTURES + kit.SESSION + kit.WARM_UP
+    assert tokenizer["requests"] == kit.REQUESTS + kit.SESSION + kit.WARM_UP
+    assert scheduler["takes"] == kit.PICTURES + kit.SESSION + kit.WARM_UP
+    assert not kit.fallbacks(tokenizer)
+    assert not scheduler["misses"] and not scheduler["errors"]
+
+
+def test_the_scheduler_never_hashes_or_rebuilds(served: dict[str, Any], reference: dict[str, Any]) -> None:
+    scheduler, tokenizer = served["scheduler"], served["tokenizer"]
+    for name in ("hash_calls", "shm_open_calls", "shm_read_calls", "reconstruct_calls"):
+        assert scheduler[name] == 0, name
+    assert tokenizer["shm_wrap_calls"] == 0
+    # The same counters do count when SGLang's own transport serves.
+    own = reference["counts"]["scheduler-0"]
+    assert (
+        own["items"]
+        == own["hash_calls"]
+        == own["shm_open_calls"]
+        == own["shm_read_calls"]
+        == scheduler["items"]
+    )
+
+
+def test_holds_end_with_their_requests(scene: kit.Scene, served: dict[str, Any]) -> None:
+    scene.at_rest()
+    counts = scene.total("tokenizer")
+    assert counts["holds"] == counts["dropped"] >= kit.PICTURES
+    assert scene.total("scheduler")["releases"] == scene.total("scheduler")["takes"]
+
+
+def test_the_same_picture_a_hundred_times(scene: kit.Scene, served: dict[str, Any]) -> None:
+    picture = [kit.url(kit.pictures.generated(1000, 140, 140))]
+    before = scene.status()
+    with scene.change("tokenizer") as tokenizer, scene.change("scheduler") as scheduler:
+        texts = {scene.engine.ask(picture, tokens=2).texts for _ in range(100)}
+    after = scene.status()
+    assert len(texts) == 1
+    assert tokenizer["features"] == scheduler["takes"] == 100
+    assert after["features"] - before["features"] == 1
+    assert after["counters"]["hits"] - before["counters"].get("hits", 0) == 99
+
+
+def test_two_samples_are_three_takes_of_one_hold(scene: kit.Scene, served: dict[str, Any]) -> None:
+    picture = [kit.album()[1]]
+    alone = scene.engine.ask(picture, tokens=8).texts
+    with scene.change("tokenizer") as tokenizer, scene.change("scheduler") as scheduler:
+        both = scene.engine.ask(picture, tokens=8, n=2).texts
+    assert both == alone * 2
+    assert tokenizer["holds"] == 1
+    assert scheduler["takes"] == 3, "the warm-up of the common prefix, and each sample"
+    assert not scheduler.get("misses")
+    scene.at_rest()
+
+
+def test_a_stream_cut_off_by_its_client_ends_its_hold(scene: kit.Scene, served: dict[str, Any]) -> None:
+    for _ in range(3):
+        with scene.stream([kit.album()[0]], tokens=2000) as lines:
+            next(lines)
+            assert scene.status()["holds"] == 1
+    scene.at_rest()
+    assert scene.engine.ask([kit.album()[0]], tokens=8).texts == served["texts"]["one-0"]
+
+
+def test_an_answer_that_nobody_waits_for_ends_its_hold(scene: kit.Scene, served: dict[str, Any]) -> None:
+    """Without streaming, the client's going shows only when SGLang looks for it."""
+    with scene.request([kit.album()[0]], tokens=2000):
+        eventually(lambda: scene.status()["holds"] == 1, "the request has its hold")
+    scene.at_rest()
+
+
+def test_a_rejected_request_makes_no_hold(scene: kit.Scene, served: dict[str, Any]) -> None:
+    with scene.change("tokenizer") as tokenizer, pytest.raises(HTTPError) as refused:
+        scene.engine.ask([kit.album()[0]], tokens=100_000)
+    with refused.value as answer:
+        assert answer.code == 400
+    assert not tokenizer.get("holds")
+
+
+def test_a_session_keeps_its_pictures(scene: kit.Scene, served: dict[str, Any]) -> None:
+    """Its items outlive their requests, so the ranks keep copies and the broker nothing."""
+    texts = kit.conversation(scene.engine, after_each_turn=scene.at_rest)
+    assert tuple(texts) == served["texts"]["session"]
+    scene.at_rest()
+
+
+def test_aborted_requests_end_their_holds(scene: kit.Scene, served: dict[str, Any]) -> None:
+    with scene.stream([kit.album()[3]], tokens=2000) as lines:
+        next(lines)
+        kit.post(scene.engine, "/abort_request", {"abort_all": True})
+        for _ in lines:
+            pass
+    scene.at_rest()
