@@ -122,6 +122,7 @@ class Client:
         link.on_lost = self._session_lost
         link.on_connected = self._reconnected
         link.on_closing = self._farewell
+        link.on_ended = self._ended
         link.chores = self._chores
 
     # --- writing features -------------------------------------------------------------------------------------------
@@ -455,6 +456,11 @@ class Client:
         for table in list(self._tables):
             table.retired(segments)
 
+    def _ended(self) -> None:
+        """The receiver thread's last act."""
+        for table in list(self._tables):
+            table.end()
+
     def _dismissed(self, holds: list[int]) -> None:
         for table in list(self._tables):
             table.dismissed(holds)
@@ -488,6 +494,7 @@ class Client:
             pause = min(pause, table.chores(now))
             if table.empty:
                 self._tables.remove(table)
+                table.end()
         if self._retained:
             pause = _WATCH
             for _ in range(len(self._retained)):

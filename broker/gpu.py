@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from mmbroker.proto.messages import DevicePlace
@@ -35,7 +35,8 @@ PIECE: Final = 8 << 20
 class DeviceMaps:
     """One segment at its two addresses; unmapped by `Gpu.sweep` when nothing refers to it any more."""
 
-    def __init__(self, driver: Driver, fd: int, nbytes: int, dead: deque[tuple[int, int, int]]) -> None:
+    def __init__(self, driver: Driver, fd: int, nbytes: int, bury: Callable[[int, int, int], None]) -> None:
+        """`bury` is told both addresses and the size when nothing refers to this any more."""
         self.nbytes = nbytes
         handle = driver.import_(fd, nbytes)
         try:
@@ -47,7 +48,7 @@ class DeviceMaps:
                 raise
         finally:
             driver.release(handle)
-        weakref.finalize(self, dead.append, (self.writable, self.readable, nbytes)).atexit = False
+        weakref.finalize(self, bury, self.writable, self.readable, nbytes).atexit = False
 
 
 class Exporter:
@@ -85,6 +86,7 @@ class Gpu:
         self._stream = 0
         self._here = threading.local()
         self._ready = False
+        self._closed = False
         self._maps: dict[int, DeviceMaps] = {}
         self._pinned: dict[int, list[int]] = {}  # by address of the map
         self._dead: deque[tuple[int, int, int]] = deque()
@@ -110,7 +112,7 @@ class Gpu:
         if found is None:
             self.enter()
             fd, nbytes = self._link.descriptor(number)
-            found = self._maps[number] = DeviceMaps(self.driver, fd, nbytes, self._dead)
+            found = self._maps[number] = DeviceMaps(self.driver, fd, nbytes, self._bury)
             self.imports += 1
             self._link.descriptor_used(number)
         return found
@@ -209,6 +211,13 @@ class Gpu:
             self._events.append(fences.popleft())
         return not fences
 
+    def _bury(self, writable: int, readable: int, nbytes: int) -> None:
+        """The last tensor of a segment died, in whatever thread: leave the work to the receiver thread, if it lives."""
+        self._dead.append((writable, readable, nbytes))
+        if self._closed:
+            self._use()
+            self.sweep()
+
     def sweep(self) -> None:
         """Unmap what has died."""
         while self._dead:
@@ -218,11 +227,15 @@ class Gpu:
 
     def close(self) -> None:
         """Let go of everything that nothing refers to. The thread ends after this."""
+        self._closed = True
+        for place in self._loading.values():
+            self.driver.synchronize(place.event)
+        self.loaded()
         self._maps.clear()
         self.sweep()
         while self._events:
             self.driver.destroy_event(self._events.popleft())
-        if self._ready and not self._loading:
+        if self._ready:
             self.driver.destroy_stream(self._stream)
 
     def _use(self, create: bool = False) -> None:

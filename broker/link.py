@@ -124,6 +124,7 @@ class Link:
         self.on_connected: Callable[[Link], None] = _ignore
         self.on_lost: Callable[[int], None] = _ignore
         self.on_closing: Callable[[Link], None] = _ignore
+        self.on_ended: Callable[[], None] = lambda: None
         self.chores: Callable[[float], float] = lambda now: _TICK
         self._asked_namespace = namespace
         self._numbers = count(1)
@@ -321,6 +322,7 @@ class Link:
             self.connected = False
             self._connection.close()
             self._fail_all(BrokerUnavailable("this client was closed"))
+            self.on_ended()
             self._context.term()
             mapping.remove_sweeper(self)
             with self._end:

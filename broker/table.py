@@ -581,6 +581,15 @@ class FeatureTable:
         entries = [*self._entries.values(), *self._over]
         return any(entry.session == session for entry in entries)
 
+    def end(self) -> None:
+        """Nobody receives for this table any more."""
+        if self.gpu is not None:
+            for entry in self._entries.values():
+                entry.ready.clear()
+                if not entry.uses:
+                    entry.place = None
+            self.gpu.close()
+
     @property
     def empty(self) -> bool:
         return not (self._open or self._entries or self._over)
