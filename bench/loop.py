@@ -19,12 +19,10 @@ import torch
 
 from . import stats, ways
 from .peers import END, Scheduler, Source
-from .processes import Board, Workshop, pin, prefer
+from .processes import Board, Workshop, pin
 
 #: Different features in turn; holds that may be under way at once.
 FEATURES, WINDOW = 32, 32
-#: Pause between rounds, by their length: the kernel interrupts what runs ahead of others for 95 % of a second.
-PAUSE = 0.15
 #: Requests that the Python work keeps books for.
 RUNNING = 640
 
@@ -86,7 +84,7 @@ class LoopScheduler(Scheduler):
         ended = False
         while not ended:
             step()
-            while True:
+            for _ in range(WINDOW):  # where opening is slower than arrivals are, there is always one more
                 try:
                     message = receive(1 << 17, dontwait)
                 except BlockingIOError:
@@ -132,13 +130,9 @@ def measure(
     seconds: float,
     pairs: int,
     sglang: bool,
-    realtime: bool,
     say: Any,
 ) -> list[dict[str, Any]]:
-    """For each load (MB, arrivals a second): one line for the comparison and one for each variant.
-
-    `realtime`: our processes run ahead of all others, for machines with something else to do.
-    """
+    """For each load (MB, arrivals a second): one line for the comparison and one for each variant."""
     cores = sorted(os.sched_getaffinity(0))
     own, other = cores[0], cores[1 % len(cores)]
     lines: list[dict[str, Any]] = []
@@ -153,7 +147,6 @@ def measure(
     ):
 
         def round_of(way: str, rate: float) -> dict[str, float]:
-            time.sleep(seconds * PAUSE)
             board.numbers[Board.RELEASED] = board.numbers[Board.STOP] = 0
             scheduler.start("run", way, seconds)
             fed = source.call("feed", way, rate, WINDOW)
@@ -162,8 +155,6 @@ def measure(
         pin(broker.pid, [other])
         scheduler.call("isolate", own, other)
         source.call("isolate", other)
-        for pid in (broker.pid, scheduler.worker.pid, source.worker.pid) if realtime else ():
-            prefer(pid)
         loaded = 0.0
         variants = ways.variants(sglang)
         for mb, rate in loads:

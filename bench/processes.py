@@ -236,9 +236,3 @@ def pin(pid: int, cores: Iterable[int]) -> None:
             os.sched_setaffinity(int(thread), cores)
         except ProcessLookupError:
             continue  # it has ended meanwhile
-
-
-def prefer(pid: int) -> None:
-    """Let a process run ahead of everything else on the machine. Raises `PermissionError` without the right to."""
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        os.sched_setscheduler(int(thread), os.SCHED_FIFO, os.sched_param(1))

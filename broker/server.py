@@ -163,7 +163,11 @@ class Server:
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Nothing of ours may fail in a callback: whatever it is, the books can no longer be trusted."""
-        log.critical("internal error, exiting: %s", context.get("message"), exc_info=context.get("exception"))
+        log.critical(
+            "internal error, exiting; engines carry on without this broker: %s",
+            context.get("message"),
+            exc_info=context.get("exception"),
+        )
         self._end(1)
 
     # --- the state machine ------------------------------------------------------------------------------------------
@@ -178,9 +182,6 @@ class Server:
             while self._events and not self._over.done():
                 for effect in self.broker.handle(self._events.popleft(), time.monotonic()):
                     self._carry_out(effect)
-        except Exception:
-            log.critical("the broker's books are broken, exiting; engines carry on without it", exc_info=True)
-            self._end(1)
         finally:
             self._handling = False
         while self._doubtful:

@@ -38,7 +38,16 @@ class StartBroker(Protocol):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "balanced: every broker's leases and holds must come to zero at the end")
+    config.addinivalue_line(
+        "markers", "balanced: every broker's leases and holds must come to zero at the end"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are chosen only by name: `-m gpu`, or an expression with it, but no other."""
+    if "gpu" not in str(config.option.markexpr):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.fixture(scope="session", autouse=True)

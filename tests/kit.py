@@ -224,6 +224,18 @@ class RawClient:
         self.segments[message.segment, message.writable] = (descriptor, message.nbytes)
         return message
 
+    def next_of_either(self) -> None:
+        """Take whatever comes first, a control message or a descriptor."""
+        poller = zmq.Poller()
+        poller.register(self.control, zmq.POLLIN)
+        poller.register(self.lifeline, zmq.POLLIN)
+        ready = dict(poller.poll(PATIENCE * 1000))
+        assert ready, f"nothing within {PATIENCE} s"
+        if self.control in ready:
+            self.receive()
+        else:
+            self.segment_next()
+
     def ended(self) -> bool:
         """Wait for the lifeline's end."""
         while True:

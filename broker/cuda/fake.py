@@ -243,7 +243,7 @@ class FakeDriver:
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         self._call("cuMemcpyAsync")
-        for offset, size in cut(self.pins, dst, src, nbytes):
+        for offset, size in cut(self.pins, dst, src, nbytes) or ((0, nbytes),):
             if size:
                 self._copy(dst + offset, src + offset, size, stream)
 

@@ -6,16 +6,15 @@ are cut where pieces begin and end.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left
 from itertools import pairwise
-from math import inf
 
 
 class Pins:
-    """Pinned pieces by address. Lookups are safe beside a change in another thread."""
+    """Pinned pieces by address. Lookups are safe beside a change in another thread: it makes a new list."""
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[int, int]] = []  # start and end, sorted
+        self._pieces: list[tuple[int, int]] = []  # start and end, sorted; they do not overlap
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -26,37 +25,43 @@ class Pins:
 
     def add(self, address: int, nbytes: int) -> None:
         """Raises ValueError if part of the range is pinned already."""
-        if self._overlapping(address, address + nbytes):
+        last = self._last(address + nbytes)
+        if last is not None and last[1] > address:
             raise ValueError(f"part of the {nbytes} bytes at {address:#x} is pinned already")
-        insort(self._pieces, (address, address + nbytes))
+        self._pieces = sorted([*self._pieces, (address, address + nbytes)])
 
     def remove(self, address: int) -> int:
         """Forget the piece that begins here; its size. Raises KeyError if none does."""
-        at = bisect_right(self._pieces, (address, inf)) - 1
-        if at < 0 or self._pieces[at][0] != address:
-            raise KeyError(address)
-        start, end = self._pieces.pop(at)
-        return end - start
+        for piece in self._pieces:
+            if piece[0] == address:
+                self._pieces = [other for other in self._pieces if other != piece]
+                return piece[1] - address
+        raise KeyError(address)
 
     def whole(self, address: int, nbytes: int) -> bool:
         """Whether one piece holds the whole range."""
-        at = bisect_right(self._pieces, (address, inf)) - 1
-        return at >= 0 and address + nbytes <= self._pieces[at][1]
+        last = self._last(address + nbytes)
+        return last is not None and last[0] <= address and address + nbytes <= last[1]
 
     def edges(self, address: int, nbytes: int) -> list[int]:
-        """Where, in bytes from its beginning, a range reaches into or out of a piece; sorted. Mostly nowhere."""
-        if not self._pieces or self.whole(address, nbytes):
+        """Where, in bytes from its beginning, a range reaches into or out of a piece. Mostly nowhere."""
+        end = address + nbytes
+        last = self._last(end)
+        if last is None or last[1] <= address or (last[0] <= address and end <= last[1]):
             return []
-        pieces = self._overlapping(address, address + nbytes)
-        return sorted({edge - address for piece in pieces for edge in piece if 0 < edge - address < nbytes})
+        pieces = [piece for piece in self._pieces if piece[0] < end and address < piece[1]]
+        return [edge - address for piece in pieces for edge in piece if address < edge < end]
 
-    def _overlapping(self, start: int, end: int) -> list[tuple[int, int]]:
-        return [piece for piece in self._pieces if piece[0] < end and start < piece[1]]
+    def _last(self, end: int) -> tuple[int, int] | None:
+        """The last piece that begins before an address."""
+        pieces = self._pieces
+        at = bisect_left(pieces, (end,))
+        return pieces[at - 1] if at else None
 
 
 def cut(pins: Pins, dst: int, src: int, nbytes: int) -> list[tuple[int, int]]:
-    """The offsets and sizes of the copies that one copy becomes."""
+    """The offsets and sizes of the copies that one copy becomes; empty if it stays one."""
     edges = pins.edges(dst, nbytes) + pins.edges(src, nbytes)
-    if not edges:
-        return [(0, nbytes)]
-    return [(start, end - start) for start, end in pairwise([0, *sorted(set(edges)), nbytes])]
+    return (
+        [(start, end - start) for start, end in pairwise([0, *sorted(set(edges)), nbytes])] if edges else []
+    )

@@ -191,7 +191,7 @@ class RealDriver:
         self._call("cuEventSynchronize", event)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        for offset, size in cut(self._pins, dst, src, nbytes):
+        for offset, size in cut(self._pins, dst, src, nbytes) or ((0, nbytes),):
             if code := self._copy(dst + offset, src + offset, size, stream):
                 self._refuse("cuMemcpyAsync", code)
 

@@ -15,7 +15,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench" / "transport.py"
 TRANSPORTS = {"broker, readonly", "broker, copy", "sglang", "sglang, hash given"}
 COMPARISON = "private tensors"
 #: Figures that may be zero or less: differences, shares, and counts of what should not be.
-SIGNED = ("slowdown_percent", "window_full_percent", "load_before", "lookup")
+SIGNED = ("slowdown_percent", "window_full_percent", "waited_us", "no_core_us", "load_before", "lookup")
 
 
 def figures(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
@@ -34,7 +34,7 @@ def figures(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
 def test_every_figure_is_there(tmp_path: Path, no_leaks: None) -> None:
     file = tmp_path / "results" / "transport.json"
     command = [sys.executable, str(BENCH), "--quick", "--json", str(file)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
     found = json.loads(file.read_text())

@@ -27,6 +27,10 @@ class Agent:
             self._rig = Rig(self.driver, self.uuid)
         return self._rig
 
+    def ready(self) -> None:
+        """Make everything that it keeps."""
+        _ = self.rig
+
     def export(self, nbytes: int) -> int:
         """The descriptor goes with the answer, and stays open here."""
         self.fd = self.driver.export(self.uuid, nbytes)
@@ -95,8 +99,16 @@ class Agent:
 
     def capture(self, relaxed: bool) -> dict[str, Any]:
         """Capture a graph in this thread while another one loads a feature, as a receiver does."""
+        result: dict[str, Any] = {"broken": False, "problems": []}
+        try:
+            self._capture(relaxed, result)
+        except DriverError:
+            if not result["broken"]:  # otherwise nothing works here any more
+                raise
+        return result
+
+    def _capture(self, relaxed: bool, result: dict[str, Any]) -> None:
         rig, driver = self.rig, self.driver
-        problems: list[str] = []
         with (
             rig.stream() as captured,
             rig.stream() as own,
@@ -116,27 +128,20 @@ class Agent:
                         driver.query(event)
                         driver.synchronize(event)
                 except DriverError as error:
-                    problems.append(error.code)
+                    result["problems"].append(error.code)
 
-            before = driver.capturing(captured)
-            during = False
+            states = [driver.capturing(captured)]
             try:
                 with rig.capture(captured):
-                    during = driver.capturing(captured)
+                    states.append(driver.capturing(captured))
                     thread = threading.Thread(target=load)
                     thread.start()
                     thread.join()
-                broken = False
             except Exception:
-                broken = True
-            if broken and driver.kind != "fake":
-                return {"broken": broken, "problems": problems}  # torch is in no state to go on
-            return {
-                "broken": broken,
-                "problems": problems,
-                "capturing": [before, during, driver.capturing(captured)],
-                "loaded": rig.read(address, 4096) == b"\x77" * 4096,
-            }
+                result["broken"] = True
+            states.append(driver.capturing(captured))
+            result["capturing"] = states
+            result["loaded"] = rig.read(address, 4096) == b"\x77" * 4096
 
 
 def main() -> None:

@@ -125,6 +125,7 @@ class Rig:
             return
         import torch
 
+        torch.cuda.init()
         with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self.device)):
             yield
 
@@ -138,6 +139,7 @@ class Rig:
         import torch
 
         work = torch.zeros(16, device=self.device)
+        work.add_(1)  # loads the kernel
         outer = torch.cuda.ExternalStream(stream, device=self.device)
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=outer):
             work.add_(1)

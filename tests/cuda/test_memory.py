@@ -119,7 +119,7 @@ def test_memory_outlives_an_exporter_that_is_killed(rig: Rig) -> None:
 
 def test_memory_is_free_when_the_last_one_has_let_go(rig: Rig) -> None:
     with rig.agent() as exporter, rig.agent() as importer:
-        importer("use", True)
+        importer("ready")
         before = rig.driver.free(rig.uuid)
         size = 64 * MIB
         fd = exporter.export(size)

@@ -214,8 +214,8 @@ def test_pinning_in_pieces(rig: Rig) -> None:
         assert refused.value.code == "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"
 
 
-def test_two_processes_pin_one_memfd(rig: Rig) -> None:
-    """As two engines on one GPU do with a host segment."""
+def test_one_memfd_is_pinned_twice(rig: Rig) -> None:
+    """As it is by two engines on one GPU."""
     fd = os.memfd_create("segment")
     os.truncate(fd, MIB)
     with (

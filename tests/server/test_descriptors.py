@@ -43,14 +43,9 @@ def test_a_full_lifeline(large: BrokerProcess) -> None:
         calls = fill(client, other)
         for _ in range(20):
             assert lease_one(other, 4096).segment
-        seen = 0
         for seq in calls:
             while seq not in client.answers:
-                if not client.control or not client.control.poll(0):
-                    seen += 1
-                    client.segment_next()
-                else:
-                    client.receive()
+                client.next_of_either()
             reply = client.answers.pop(seq)
             assert isinstance(reply, m.Created)
             (leased,) = reply.results
@@ -80,11 +75,7 @@ def test_segments_that_go_while_they_wait(large: BrokerProcess) -> None:
         client.cast(m.Abort(list(range(1, MANY + 1))))
         eventually(lambda: status(other)["pool"]["capacity"] < 8 * MIB, "empty segments given back")
         while not all(seq in client.answers for seq in calls):
-            assert client.control is not None
-            if client.control.poll(0):
-                client.receive()
-            else:
-                client.segment_next()
+            client.next_of_either()
         assert 0 < len(client.segments) < MANY
         leased = lease_one(client, 4096)
         client.segment(leased.segment, writable=True)

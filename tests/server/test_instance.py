@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
@@ -9,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -141,23 +144,47 @@ def test_living(root: Path) -> None:
     (root / "file").unlink()
 
 
-def test_looking_does_not_disturb_a_start(root: Path) -> None:
+def test_looking_does_not_disturb_a_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`living` takes the lock for an instant: a broker that starts just then waits for it."""
-    stop = threading.Event()
+    (root / "cpu").mkdir()
+    looking = os.open(root / "cpu" / instance.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    pauses: list[float] = []
 
-    def look() -> None:
-        while not stop.is_set():
-            instance.living(root)
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            os.close(looking)
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        for _ in range(100):
-            with Instance(root / "cpu"):
-                pass
-    finally:
-        stop.set()
-        thread.join()
+    monkeypatch.setattr(instance, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pause))
+    with Instance(root / "cpu"):
+        assert len(pauses) == 3
+
+
+@pytest.mark.parametrize("successor", [False, True])
+def test_the_lock_that_was_opened_is_gone(
+    root: Path, monkeypatch: pytest.MonkeyPatch, successor: bool
+) -> None:
+    """A broker that ends removes its directory while the next one waits for the lock: that lock is worth nothing."""
+    path = root / "cpu"
+    flock = fcntl.flock
+    locked: list[int] = []
+
+    def remove_first(fd: int, operation: int) -> None:
+        if not locked:
+            (path / instance.LOCK).unlink()
+            if successor:
+                (path / instance.LOCK).touch()
+            else:
+                path.rmdir()
+        locked.append(os.fstat(fd).st_ino)
+        flock(fd, operation)
+
+    constants = {name: getattr(fcntl, name) for name in ("LOCK_EX", "LOCK_SH", "LOCK_NB")}
+    monkeypatch.setattr(instance, "fcntl", SimpleNamespace(flock=remove_first, **constants))
+    with Instance(path):
+        assert len(locked) == 2
+        assert locked[1] == (path / instance.LOCK).stat().st_ino
 
 
 # --- what is in the way ---------------------------------------------------------------------------------------------

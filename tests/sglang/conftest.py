@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +11,23 @@ from . import kit
 
 
 @pytest.fixture(scope="session")
-def reference() -> dict[str, Any]:
-    """What SGLang's own transport answers, and what its scheduler paid for it."""
-    with kit.scratch() as directory:
-        scene = kit.Scene(directory)
-        with scene.engine as engine:
-            texts = kit.workload(engine)
-            return {"texts": texts, "counts": scene.counts()}
+def own_transport() -> Callable[..., dict[str, Any]]:
+    """What SGLang's own transport answers to the workload, and what it counted, by the server's arguments."""
+    known: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def serve(*arguments: str) -> dict[str, Any]:
+        if arguments not in known:
+            with kit.scratch() as directory:
+                scene = kit.Scene(directory, arguments)
+                with scene.engine as engine:
+                    texts = kit.workload(engine)
+                    known[arguments] = {"texts": texts, "counts": scene.counts()}
+        return known[arguments]
+
+    return serve
+
+
+@pytest.fixture(scope="session")
+def reference(own_transport: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """The same for a server without arguments."""
+    return own_transport()

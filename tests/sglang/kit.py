@@ -6,12 +6,16 @@ import base64
 import concurrent.futures
 import io
 import json
+import math
+import os
 import shutil
 import socket
 import tempfile
 import urllib.request
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +23,29 @@ from sglang.version import __version__ as VERSION
 
 from mmbroker.adapters.sglang import measure
 from mmbroker.demo import pictures
-from mmbroker.demo.engine import Engine
+from mmbroker.demo.engine import CPU_ENVIRONMENT, Engine
 from mmbroker.demo.model import tiny_model
 from tests import kit
 
 NEWEST = VERSION == "0.5.23"
+#: A core for each of two ranks.
+CORES = (min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0)))
+
+
+def ranks(arguments: Sequence[str]) -> int:
+    """How many ranks a server with these arguments has."""
+    sizes = {"--tp-size", "--pp-size", "--dp-size"}
+    return math.prod(int(size) for flag, size in pairwise(arguments) if flag in sizes)
+
+
+def schedule_batch() -> Any:
+    """SGLang's module of this name. Importing SGLang warns of much that a machine without a GPU lacks."""
+    os.environ.update(CPU_ENVIRONMENT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.managers import schedule_batch as module
+
+    return module
 
 
 def url(picture: Any) -> str:
@@ -64,6 +86,8 @@ class Scene:
             scratch,
             (*asked, *arguments),
             {
+                # Otherwise SGLang wants a NUMA node for each rank, or all cores for one.
+                "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES)) if ranks(arguments) > 1 else "all",
                 "MMBROKER_MEASURE": str(self.measured),
                 "PYTHONPATH": str(self._install_faults()),
                 "TEST_FAULTS": str(self.faults),

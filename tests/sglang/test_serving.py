@@ -91,7 +91,7 @@ def test_two_samples_are_three_takes_of_one_hold(scene: kit.Scene, served: dict[
 
 def test_a_stream_cut_off_by_its_client_ends_its_hold(scene: kit.Scene, served: dict[str, Any]) -> None:
     for _ in range(3):
-        with scene.stream([kit.album()[0]], tokens=2000) as lines:
+        with scene.stream([kit.album()[0]], max_tokens=2000) as lines:
             next(lines)
             assert scene.status()["holds"] == 1
     scene.at_rest()
@@ -100,7 +100,7 @@ def test_a_stream_cut_off_by_its_client_ends_its_hold(scene: kit.Scene, served: 
 
 def test_an_answer_that_nobody_waits_for_ends_its_hold(scene: kit.Scene, served: dict[str, Any]) -> None:
     """Without streaming, the client's going shows only when SGLang looks for it."""
-    with scene.request([kit.album()[0]], tokens=2000):
+    with scene.request([kit.album()[0]], max_tokens=2000):
         eventually(lambda: scene.status()["holds"] == 1, "the request has its hold")
     scene.at_rest()
 
@@ -121,7 +121,7 @@ def test_a_session_keeps_its_pictures(scene: kit.Scene, served: dict[str, Any]) 
 
 
 def test_aborted_requests_end_their_holds(scene: kit.Scene, served: dict[str, Any]) -> None:
-    with scene.stream([kit.album()[3]], tokens=2000) as lines:
+    with scene.stream([kit.album()[3]], max_tokens=2000) as lines:
         next(lines)
         kit.post(scene.engine, "/abort_request", {"abort_all": True})
         for _ in lines:
