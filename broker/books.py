@@ -268,7 +268,7 @@ class Books:
             on_gpu = session.engine is not None and session.device != "cpu"
             if on_gpu and not session.ended and session.namespace == segment.namespace:
                 segment.sessions.add(session.number)
-                self.out.segment(session, segment.number, True)
+                self.out.segment(session, segment.number, False)
 
     def send(self, session: Session, slot: Slot, writable: bool) -> None:
         """Make sure a session can map the slot's segment."""

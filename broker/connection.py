@@ -248,7 +248,7 @@ class Connection:
         if len(fds) != 1 or message.nbytes <= 0 or key in self._segments:
             raise InvalidMessage(f"segment {message.segment} came with {len(fds)} descriptors, or twice")
         self._segments[key] = (fds[0], message.nbytes)
-        if message.tier == "host":
+        if message.tier == "host" and not message.writable:
             self._fresh.append(message.segment)
 
     def mapping(self, segment: int, writable: bool) -> Mapping:
@@ -289,7 +289,7 @@ class Connection:
     def fresh_segments(self) -> list[int]:
         """Host segments that have come since the last call."""
         fresh, self._fresh = self._fresh, []
-        return [number for number in fresh if (number, True) in self._segments]
+        return [number for number in fresh if (number, False) in self._segments]
 
     def mapped(self, segment: int) -> Mapping:
         """A segment that the receiver thread has mapped for writing. For any thread."""

@@ -130,7 +130,8 @@ class Gpu:
         pieces: list[int] = []
         try:
             for offset in range(0, host.nbytes, PIECE):
-                self.driver.pin(address + offset, min(PIECE, host.nbytes - offset))
+                size = min(PIECE, host.nbytes - offset)
+                self.driver.pin(address + offset, size, read_only=not host.writable)
                 pieces.append(address + offset)
         except DriverError as error:
             self.unpinned = str(error)

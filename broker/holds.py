@@ -58,8 +58,7 @@ class Holds:
         books = self.books
         hold.ranks[session.number] = Rank.GRANTED
         session.unacked[hold.number] = now
-        # Memory can be pinned only where it may be written.
-        books.send(session, hold.feature.slot, writable=session.device != "cpu")
+        books.send(session, hold.feature.slot, writable=False)
         books.out.grant(session.number, hold.grant(books.boot, place))
         books.counters["grants"] += 1
 

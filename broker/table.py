@@ -399,7 +399,7 @@ class FeatureTable:
                 raise FeatureMissing(f"rank {self.rank} of engine {self.engine!r} is not on that device")
             entry.place = self.gpu.share(DevicePlace(grant.segment, grant.offset, False), ref.hold)
         elif ref.nbytes:
-            host = self._link.segment(grant.segment, self.gpu is not None)
+            host = self._link.segment(grant.segment, False)
             memory = host.view(grant.offset, ref.nbytes)
             if self.gpu is not None:
                 self.gpu.pin(host)
@@ -497,7 +497,7 @@ class FeatureTable:
             grants, self._put_off = self._put_off, []
             self.granted(grants)
         for number in self._link.fresh_segments():
-            gpu.pin(self._link.segment(number, True))
+            gpu.pin(self._link.segment(number, False))
         done = gpu.loaded()
         if done and self._shared:
             self._link.cast(Loaded(done))

@@ -83,8 +83,9 @@ class Driver(Protocol):
         """Take a map apart. Nothing may be using it any more, no copy under way included."""
         ...
 
-    def pin(self, address: int, nbytes: int) -> None:
-        """Lock host memory, and let the GPU read and write it by itself. Whole pages. May take milliseconds."""
+    def pin(self, address: int, nbytes: int, read_only: bool = False) -> None:
+        """Lock host memory, and let the GPU read and write it by itself. Whole pages. May take milliseconds.
+        `read_only`: it is mapped so, and the GPU only reads it."""
         ...
 
     def unpin(self, address: int) -> None:

@@ -156,7 +156,7 @@ class FakeDriver:
         except KeyError:
             raise _unknown("cuMemUnmap", address) from None
 
-    def pin(self, address: int, nbytes: int) -> None:
+    def pin(self, address: int, nbytes: int, read_only: bool = False) -> None:
         self._call("cuMemHostRegister", unsafe=True)
         if nbytes <= 0 or nbytes % _PAGE or address % _PAGE:
             raise error("CUDA_ERROR_INVALID_VALUE", "cuMemHostRegister", "only whole pages can be pinned")

@@ -149,8 +149,11 @@ class RealDriver:
         self._call("cuMemUnmap", address, nbytes)
         self._call("cuMemAddressFree", address, nbytes)
 
-    def pin(self, address: int, nbytes: int) -> None:
-        self._call("cuMemHostRegister", address, nbytes, self._cuda.CU_MEMHOSTREGISTER_PORTABLE)
+    def pin(self, address: int, nbytes: int, read_only: bool = False) -> None:
+        flags = self._cuda.CU_MEMHOSTREGISTER_PORTABLE
+        if read_only:
+            flags |= self._cuda.CU_MEMHOSTREGISTER_READ_ONLY
+        self._call("cuMemHostRegister", address, nbytes, flags)
         self._pins.add(address, nbytes)
 
     def unpin(self, address: int) -> None:
