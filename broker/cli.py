@@ -290,6 +290,32 @@ def _when_unlocked(lock: Path) -> threading.Thread:
     return thread
 
 
+# --- doctor ---------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@_which
+@click.option("--json", "as_json", is_flag=True, help="The same, for programs.")
+@click.pass_context
+def doctor(ctx: click.Context, name: str | None, as_json: bool) -> None:
+    """Try what a broker and its clients need here, and say what to do about what fails.
+
+    A child process makes a CUDA context for a moment where there is a GPU. Exit code 1 if something is broken.
+    """
+    from .doctor import examine, passed
+
+    checks = examine(name)
+    if as_json:
+        found = {"fine": passed(checks), "checks": [check._asdict() for check in checks]}
+        click.echo(json.dumps(found, indent=1))
+    else:
+        from .screen import show_checks
+
+        show_checks(checks)
+    if not passed(checks):
+        ctx.exit(FAILED)
+
+
 # --- demo -----------------------------------------------------------------------------------------------------------
 
 
