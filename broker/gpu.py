@@ -1,4 +1,4 @@
-"""A rank's side of the GPU: device segments mapped, host segments pinned, features loaded. For the receiver thread.
+"""A client's side of the GPU: device segments mapped, host segments pinned, features loaded and written.
 
 A device segment is imported once and mapped twice: at a read-write address that only our copies use, and at a read-only
 one under the tensors. A host segment is pinned once, in pieces. A feature is loaded by one copy on a stream of our own
@@ -12,12 +12,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from mmbroker.proto.errors import BrokerLost
 from mmbroker.proto.messages import DevicePlace
 
 from . import mapping
-from .cuda import Driver, DriverError
+from .cuda import Driver, DriverError, Fault
 from .mapping import Mapping
 from .tensors import Layout
 
@@ -35,9 +36,12 @@ PIECE: Final = 8 << 20
 class DeviceMaps:
     """One segment at its two addresses; unmapped by `Gpu.sweep` when nothing refers to it any more."""
 
-    def __init__(self, driver: Driver, fd: int, nbytes: int, bury: Callable[[int, int, int], None]) -> None:
+    def __init__(
+        self, driver: Driver, fd: int, nbytes: int, session: int, bury: Callable[[int, int, int], None]
+    ) -> None:
         """`bury` is told both addresses and the size when nothing refers to this any more."""
         self.nbytes = nbytes
+        self.session = session
         handle = driver.import_(fd, nbytes)
         try:
             self.writable = driver.map(handle, nbytes, writable=True)
@@ -61,23 +65,30 @@ class Exporter:
 
 
 class Place:
-    """Where an entry's bytes are on the device. `event` is that of their copy, until it is known to be complete."""
+    """Where bytes are on the device. `event` is that of their copy, until it is known to be complete."""
 
-    __slots__ = ("address", "event", "hold", "maps", "private", "source")
+    __slots__ = ("address", "event", "hold", "maps", "private", "session", "source")
 
     def __init__(
-        self, maps: DeviceMaps | torch.Tensor, address: int, hold: int, event: int, source: object
+        self,
+        maps: DeviceMaps | torch.Tensor,
+        address: int,
+        hold: int = 0,
+        session: int = 0,
+        event: int = 0,
+        source: object = None,
     ) -> None:
         self.maps = maps
         self.private = not isinstance(maps, DeviceMaps)  # memory of torch's, for this entry alone
         self.address = address
         self.hold = hold
+        self.session = session
         self.event = event
-        self.source = source  # the host memory that is being read
+        self.source = source  # the memory that is being read
 
 
 class Gpu:
-    """One rank's use of one GPU. Only `fence`, `wait` and `build` are for other threads."""
+    """One client's use of one GPU, over all its sessions. What is below `any thread` is for other threads, too."""
 
     def __init__(self, driver: Driver, uuid: str, link: Link) -> None:
         self.driver = driver
@@ -91,7 +102,8 @@ class Gpu:
         self._pinned: dict[int, list[int]] = {}  # by address of the map
         self._dead: deque[tuple[int, int, int]] = deque()
         self._events: deque[int] = deque()
-        self._loading: dict[int, Place] = {}  # by hold
+        self._loading: deque[Place] = deque()  # in the order of their copies
+        self.quiet = 0  # > 0: graphs are being captured; nothing is to be mapped, pinned, loaded or queried
         self.imports = self.loads = self.bytes_loaded = 0
         self._streams: dict[int, None] = {}  # on which our tensors were read
         self.unpinned = ""  # why host memory could not be pinned
@@ -104,6 +116,7 @@ class Gpu:
             self._use(create=True)
             self.driver.relaxed_capture()
             self._stream = self.driver.stream(high_priority=True)
+            self._streams[self._stream] = None
             self._ready = True
 
     def maps(self, number: int) -> DeviceMaps:
@@ -112,7 +125,8 @@ class Gpu:
         if found is None:
             self.enter()
             fd, nbytes = self._link.descriptor(number)
-            found = self._maps[number] = DeviceMaps(self.driver, fd, nbytes, self._bury)
+            found = DeviceMaps(self.driver, fd, nbytes, self._link.session, self._bury)
+            self._maps[number] = found
             self.imports += 1
             self._link.descriptor_used(number)
         return found
@@ -140,48 +154,77 @@ class Gpu:
         host.before_unmap(lambda: self._unpin(address))
 
     def _unpin(self, address: int) -> None:
-        for piece in self._pinned.pop(address, ()):
-            self.driver.unpin(piece)
+        """By whichever receiver thread of this process takes the map apart."""
+        try:
+            self._use()
+            for piece in self._pinned.pop(address, ()):
+                self.driver.unpin(piece)
+        except DriverError as error:  # the map goes anyway
+            _log.warning("mmbroker: host memory could not be unpinned: %s", error)
 
     def load(self, place: DevicePlace, hold: int, source: memoryview) -> Place:
         """Copy host bytes to their place. What is returned may be used at once: readers wait for its event."""
         maps = self.maps(place.segment)
-        return self._copy(maps, maps.writable + place.offset, maps.readable + place.offset, hold, source)
+        at, into = maps.readable + place.offset, maps.writable + place.offset
+        return self._copy(
+            Place(maps, at, hold, self._link.session, source=source),
+            into,
+            mapping.address_of(source),
+            source.nbytes,
+        )
 
-    def load_private(self, hold: int, source: memoryview) -> Place:
-        """Copy host bytes into device memory of this process's own, which outlives the entry."""
+    def load_private(self, hold: int, source: memoryview | Place, nbytes: int) -> Place:
+        """Copy bytes into device memory of this process's own, which outlives the entry."""
         self.enter()
-        own = self.driver.empty(source.nbytes, self.uuid, self._stream)
-        return self._copy(own, own.data_ptr(), own.data_ptr(), hold, source)
+        own = self.driver.empty(nbytes, self.uuid, self._stream)
+        start = source.address if isinstance(source, Place) else mapping.address_of(source)
+        place = Place(own, own.data_ptr(), hold, self._link.session, source=source)
+        return self._copy(place, own.data_ptr(), start, nbytes)
 
-    def _copy(
-        self, maps: DeviceMaps | torch.Tensor, into: int, address: int, hold: int, source: memoryview
-    ) -> Place:
+    def _copy(self, place: Place, into: int, source: int, nbytes: int) -> Place:
         event = self._event()
-        self.driver.copy(into, mapping.address_of(source), source.nbytes, self._stream)
-        self.driver.record(event, self._stream)
-        found = self._loading[hold] = Place(maps, address, hold, event, source)
+        try:
+            self.driver.copy(into, source, nbytes, self._stream)
+            self.driver.record(event, self._stream)
+        except BaseException:
+            self._events.append(event)
+            raise
+        place.event = event
+        self._loading.append(place)
         self.loads += 1
-        self.bytes_loaded += source.nbytes
-        return found
+        self.bytes_loaded += nbytes
+        return place
 
     def share(self, place: DevicePlace, hold: int) -> Place:
-        """Bytes that another process has loaded."""
+        """Bytes that are there already."""
         maps = self.maps(place.segment)
-        return Place(maps, maps.readable + place.offset, hold, 0, None)
+        return Place(maps, maps.readable + place.offset, hold, self._link.session)
 
-    def loaded(self) -> list[int]:
-        """The holds whose copies are complete by now, each told once."""
-        done: list[int] = []
-        for hold, place in self._loading.items():
-            if not self.driver.query(place.event):
-                break  # copies complete in order
-            done.append(hold)
-        for hold in done:
-            place = self._loading.pop(hold)
+    def loaded(self) -> list[Place]:
+        """The places whose copies are complete by now, each told once."""
+        done: list[Place] = []
+        while self._loading and self.driver.query(self._loading[0].event):  # copies complete in order
+            place = self._loading.popleft()
             event, place.event, place.source = place.event, 0, None
             self._events.append(event)
+            done.append(place)
         return done
+
+    def recycle(self, events: deque[int]) -> None:
+        """Events of which nothing will be asked any more."""
+        while events:
+            self._events.append(events.popleft())
+
+    def await_copies(self) -> None:
+        """Wait until nothing is being copied any more; `loaded` tells what was."""
+        if self._loading:
+            self.driver.synchronize(self._loading[-1].event)
+
+    def await_readers(self) -> None:
+        """Wait for everything that is in the streams by now on which our tensors were read or written."""
+        for event in self.fences():
+            self.driver.synchronize(event)
+            self._events.append(event)
 
     def echo(self, place: Place, offset: int, written: memoryview, read: memoryview) -> None:
         """Host bytes to a place through its writable address, and back through the readable one. Waits."""
@@ -193,13 +236,8 @@ class Gpu:
         self.driver.synchronize(event)
         self._events.append(event)
 
-    def completed(self, place: Place) -> bool:
-        """Whether the place is loaded."""
-        event = place.event
-        return not event or self.driver.query(event)
-
     def forget(self) -> None:
-        """The session is over: segments of the next one have other numbers. What is in use stays mapped."""
+        """The session is over: segments of the next one may have the same numbers. What is in use stays mapped."""
         self._maps.clear()
 
     @property
@@ -217,27 +255,39 @@ class Gpu:
         self._dead.append((writable, readable, nbytes))
         if self._closed:
             self._use()
+            self.await_readers()  # the tensor is dead, but not the work that reads it
             self.sweep()
+            self._destroy_events()
 
     def sweep(self) -> None:
         """Unmap what has died."""
-        while self._dead:
+        while self._dead and not self.quiet:
             writable, readable, nbytes = self._dead.popleft()
             self.driver.unmap(writable, nbytes)
             self.driver.unmap(readable, nbytes)
 
     def close(self) -> None:
-        """Let go of everything that nothing refers to. The thread ends after this."""
-        self._closed = True
-        for place in self._loading.values():
-            self.driver.synchronize(place.event)
+        """Let go of everything that nothing refers to. The receiver thread ends after this."""
+        if not self._ready:
+            return
+        self.quiet = 0
+        self.await_copies()
+        self.await_readers()
         self.loaded()
         self._maps.clear()
         self.sweep()
+        self._closed = True
+        self._streams.pop(self._stream)
+        self._destroy_events()
+        self.driver.destroy_stream(self._stream)
+
+    def _destroy_events(self) -> None:
         while self._events:
             self.driver.destroy_event(self._events.popleft())
-        if self._ready:
-            self.driver.destroy_stream(self._stream)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def _use(self, create: bool = False) -> None:
         """Each thread says once which GPU it uses."""
@@ -256,28 +306,71 @@ class Gpu:
     def fence(self, stream: object) -> int:
         """An event behind everything that is in a stream by now; None: in torch's current one."""
         self._use()
-        raw = (
-            self.driver.current_stream(self.uuid)
-            if stream is None
-            else getattr(stream, "cuda_stream", stream)
-        )
+        raw: int = self.driver.current_stream(self.uuid) if stream is None else _raw(stream)
         event = self._event()
-        self.driver.record(event, int(raw))  # type: ignore[call-overload]
-        self._streams[int(raw)] = None  # type: ignore[call-overload]
+        try:
+            self.driver.record(event, raw)
+        except BaseException:
+            self._events.append(event)
+            raise
+        self._streams[raw] = None
         return event
 
     def fences(self) -> list[int]:
-        """As `fence`, behind every stream that was ever named."""
-        return [self.fence(stream) for stream in list(self._streams)]
+        """As `fence`, behind every stream on which our tensors were read or written, as far as was ever told."""
+        events: list[int] = []
+        for stream in list(self._streams):
+            try:
+                events.append(self.fence(stream))
+            except Fault:
+                raise
+            except DriverError:  # a stream that was destroyed meanwhile
+                self._streams.pop(stream, None)
+        return events
 
     def wait(self, place: Place) -> None:
         """Have torch's current stream wait until a place is loaded, if it is not."""
         self._use()
         event = place.event
-        if event and not self.driver.query(event):
-            self.driver.wait(self.driver.current_stream(self.uuid), event)
+        try:
+            if event and not self.driver.query(event):
+                self.driver.wait(self.driver.current_stream(self.uuid), event)
+        except DriverError:
+            if place.event:  # else it was complete, and its event was given back
+                raise
         if place.private:
             self.driver.used_by_current(place.maps)  # type: ignore[arg-type]
+
+    # --- writers, in their own threads ------------------------------------------------------------------------------
+
+    def mapped(self, number: int, offset: int, session: int) -> Place:
+        """A place to write, in a segment that the receiver thread has imported in that session."""
+        found = self._maps.get(number)
+        if found is None or found.session != session:
+            raise BrokerLost("the session ended before its lease was written; the client reconnects")
+        self._use()
+        return Place(found, found.writable + offset)
+
+    def write(self, place: Place, tensors: list[torch.Tensor], layout: Layout) -> None:
+        """Copy tensors of this GPU to their place, after what is in torch's current stream by now. Waits, without the
+        GIL: afterwards the tensors may be changed."""
+        self._use()
+        plain = [tensor.contiguous().resolve_conj().resolve_neg() for tensor in tensors]
+        ready = self.fence(None)
+        self.driver.wait(self._stream, ready)
+        self._events.append(ready)
+        for tensor, (_, _, _, offset) in zip(plain, layout, strict=True):
+            if tensor.nbytes:
+                self.driver.copy(place.address + offset, tensor.data_ptr(), tensor.nbytes, self._stream)
+        self._wait_for(self.fence(self._stream))
+
+    def finish(self) -> None:
+        """Wait, without the GIL, for what is in torch's current stream by now."""
+        self._wait_for(self.fence(None))
+
+    def _wait_for(self, event: int) -> None:
+        self.driver.synchronize(event)
+        self._events.append(event)
 
     def build(
         self, layout: Layout, place: Place, nbytes: int
@@ -294,3 +387,9 @@ class Gpu:
             for dtype, shape, elements, offset in layout
         ]
         return tensors, weakref.ref(exporter)
+
+
+def _raw(stream: object) -> int:
+    """A stream's number: it may be torch's object."""
+    number: Any = getattr(stream, "cuda_stream", stream)
+    return int(number)

@@ -119,6 +119,7 @@ class Link:
         self.on_granted: Callable[[list[Grant]], None] = _ignore
         self.on_offered: Callable[[list[Offer]], None] = _ignore
         self.on_retired: Callable[[list[int]], None] = _ignore
+        self.on_device_lease: Callable[[int], None] = _ignore
         self.on_dismissed: Callable[[list[int]], None] = _ignore
         self.on_broken: Callable[[list[int]], None] = _ignore
         self.on_connected: Callable[[Link], None] = _ignore
@@ -322,7 +323,10 @@ class Link:
             self.connected = False
             self._connection.close()
             self._fail_all(BrokerUnavailable("this client was closed"))
-            self.on_ended()
+            try:
+                self.on_ended()
+            except Exception:
+                _log.exception("mmbroker client %s: giving things back failed", self.name)
             self._context.term()
             mapping.remove_sweeper(self)
             with self._end:
@@ -457,8 +461,11 @@ class Link:
         if isinstance(body, Created):
             try:
                 for result in body.results:
-                    if isinstance(result, Leased) and result.segment and result.tier == "host":
-                        connection.mapping(result.segment, True)
+                    if isinstance(result, Leased) and result.segment:
+                        if result.tier == "host":
+                            connection.mapping(result.segment, True)
+                        else:
+                            self.on_device_lease(result.segment)
             except BrokerLost:
                 raise
             except BrokerError as failure:

@@ -7,6 +7,7 @@ itself. ``host``: they are on the host, as on a machine without a GPU.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mmbroker.proto.errors import BrokerError
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from .link import Link
 
 _NONCE_BYTES: Final = 4096
+#: How long the broker may take to give a place to try, in seconds.
+PATIENCE: Final = 2.0
 
 
 class Path(NamedTuple):
@@ -33,23 +36,29 @@ class Path(NamedTuple):
     why: str
 
 
+def spell_out(device: str) -> str:
+    """``cuda`` is the calling thread's current GPU, as torch has it; other names mean the same in every thread."""
+    if device != "cuda":
+        return device
+    driver = cuda.load()
+    if driver is None or driver.kind != "cuda":
+        return "cuda:0"
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}"
+
+
 def find(device: str) -> str:
-    """The UUID that a device's name means in this process: ``cuda``, ``cuda:1`` or a UUID. Raises `BrokerError`."""
-    driver = cuda.open_driver()
-    if device == "cuda":
-        import torch
-
-        index = torch.cuda.current_device() if driver.kind == "cuda" else 0
-        return cuda.find_device(str(index), driver).uuid
-    return cuda.find_device(device.removeprefix("cuda:"), driver).uuid
+    """The UUID that a device's name means in this process: ``cuda:1`` or a UUID. Raises `BrokerError`."""
+    return cuda.find_device(device.removeprefix("cuda:"), cuda.open_driver()).uuid
 
 
-def choose(link: Link, device: str) -> Path:
-    """Try the ways in turn. In the receiver thread."""
+def choose(link: Link, device: str, gpus: Callable[[str], Gpu]) -> Path:
+    """Try the ways in turn. In the receiver thread. `gpus` has this client's `Gpu` by UUID."""
     if device == "cpu":
         return Path("host", None, "cpu", "")
     try:
-        gpu = Gpu(cuda.open_driver(), find(device), link)
+        gpu = gpus(find(device))
         gpu.enter()
     except BrokerError as error:
         return Path("host", None, "cpu", str(error))
@@ -78,7 +87,7 @@ def _try_pinning(gpu: Gpu) -> None:
 def _try_device(link: Link, gpu: Gpu) -> None:
     """Write a nonce through one address of the broker's memory, and read it through the other."""
     item = Item(Key.caller(os.urandom(32)), tensor_form("uint8", (_NONCE_BYTES,), "probe"))
-    reply = link.call(Create([item], tier="device"))
+    reply = link.call(Create([item], tier="device"), PATIENCE)
     lease = reply.results[0] if isinstance(reply, Created) else None
     if not isinstance(lease, Leased):
         raise BrokerError("the broker gave no place on the device to try")

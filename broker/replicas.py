@@ -37,6 +37,8 @@ class Replicas:
         feature = hold.feature
         if not session.gpu or not feature.slot.segment or feature.slot.tier == "device":
             return None
+        if hold.private or session.access == "copy":
+            return None  # such a rank makes a copy of its own from the host's
         replica = feature.replica
         if replica is None:
             return None if session.lazy else self._load_or_want(hold, session, now)

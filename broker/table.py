@@ -19,8 +19,8 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -50,9 +50,10 @@ from mmbroker.proto.reference import Reference
 
 from . import mapping
 from .buffers import BufferPool
+from .cuda import DriverError
 from .gpu import Gpu, Place
 from .mapping import Mapping
-from .path import choose
+from .path import PATIENCE, choose, spell_out
 from .tensors import Layout, build, layout
 
 if TYPE_CHECKING:
@@ -69,8 +70,10 @@ _LOST_ENTRIES: Final = 600.0
 #: How many earlier lives of the broker are told apart from unknown ones.
 _BOOTS: Final = 64
 
-#: And at work on the device that is not done.
+#: And at copies to the device that are not done.
 _DEVICE_WATCH: Final = 0.001
+#: How often it says that features could not be loaded, in seconds.
+_COMPLAINT: Final = 60.0
 
 Key = tuple[bytes, int]  # boot and hold
 #: A weak reference to an exporter.
@@ -179,21 +182,41 @@ class Use:
         memory stays in use until what is in that stream by now is done. Of no meaning on the CPU.
         """
         entry, self._entry = self._entry, None
-        if entry is not None:
-            if self._built is not None and entry.table.gpu is not None:
-                entry.fences.append(entry.table.gpu.fence(stream))
+        if entry is None:
+            return
+        try:
+            gpu = entry.table.gpu
+            if self._built is not None and gpu is not None:
+                self._fence(entry, gpu, stream)
             self._built = None
             watch = self._watch
-            if watch is not None and watch() is None:
+            if watch is None or watch() is None:
                 entry.exporters.pop(id(watch), None)
+            else:
+                entry.outlived = True
+        finally:
             entry.uses.pop(id(self), None)
+
+    def _fence(self, entry: _Entry, gpu: Gpu, stream: object) -> None:
+        place = entry.place
+        if place is not None and place.private:
+            return  # torch minds its own memory
+        entry.outlived = True  # until it is known where the reading ends
+        if gpu.quiet:
+            return  # what is recorded now would become part of a graph
+        with suppress(DriverError):
+            entry.fences.append(gpu.fence(stream))
+            entry.outlived = False
+            if gpu.closed:  # nobody asks about it any more
+                gpu.recycle(entry.fences)
 
     def park(self, stream: object = None) -> None:
         """A release, and the feature is not needed on the device for now. A later take has the host's copy at once, and
         the device's again when there is room. `stream`: see `release`. On the CPU: a release."""
         entry = self._entry
         self.release(stream)
-        if entry is not None and entry.place is not None:
+        place = None if entry is None else entry.place
+        if entry is not None and place is not None and not place.private:
             entry.table.parking.append(entry)
 
     def __enter__(self) -> Use:
@@ -205,27 +228,42 @@ class Use:
         self.release()
 
     def __del__(self) -> None:
-        self.release()
+        entry = self._entry
+        if entry is not None:
+            entry.outlived = True  # this thread is any, and its stream need not be the one that read
+            self._built, self._entry = None, None
+            entry.uses.pop(id(self), None)
 
 
 class FeatureTable:
     """Made by `Client.attach`. `take` may be called from any thread; it never waits."""
 
     def __init__(
-        self, link: Link, engine: str, rank: int, world: int, device: str, access: str, lazy: bool = False
+        self,
+        link: Link,
+        engine: str,
+        rank: int,
+        world: int,
+        device: str,
+        access: str,
+        lazy: bool,
+        gpus: Callable[[str], Gpu],
     ) -> None:
+        """`gpus` has the client's `Gpu` by UUID."""
         self.gpu: Gpu | None = None
+        self._gpus = gpus
         self.path = "host"
         self.lazy = lazy
         self.parking: deque[_Entry] = deque()  # to be let go of on the device
         self.wanting: deque[_Entry] = deque()  # taken without a place on the device
-        self._quiet = 0
-        self._put_off: list[Grant] = []
+        self._put_off: list[Grant | Offer] = []  # until graphs are captured
+        self._load_failures = 0
+        self._next_complaint = 0.0
         self.engine = engine
         self.rank = rank
         self.world = world
         self.access = access
-        self.device = device
+        self.device = spell_out(device)
         self._link = link
         self._entries: dict[Key, _Entry] = {}
         self._boots: dict[bytes, None] = {link.boot: None}
@@ -271,18 +309,27 @@ class FeatureTable:
         if self._shared and not entry.asked and entry.memory.nbytes:
             entry.asked = True
             self.wanting.append(entry)
-            if self.lazy:
-                self._link.wake()
+            self._link.wake()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """While CUDA graphs are captured: nothing is mapped, pinned, loaded or queried; grants and seals wait."""
-        self._quiet += 1
+        gpu = self.gpu
+        if gpu is None:
+            yield
+            return
+        gpu.quiet += 1
         try:
+            with suppress(BrokerError):
+                self._link.run(lambda: None, 1.0)  # what it is at now is over after this
             yield
         finally:
-            self._quiet -= 1
+            gpu.quiet -= 1
             self._link.wake()
+
+    @property
+    def _quiet(self) -> bool:
+        return self.gpu is not None and self.gpu.quiet > 0
 
     def _look_closer(self, ref: object) -> _Entry:
         """The entry of a reference that is not written as usual, such as one whose shape became a tuple on its way.
@@ -344,6 +391,10 @@ class FeatureTable:
             "expired": self._expired,
             "bytes_copied": self._bytes_copied,
             "build_us": self._build_ns // 1000,
+            "imports": 0 if self.gpu is None else self.gpu.imports,
+            "loads": 0 if self.gpu is None else self.gpu.loads,
+            "bytes_loaded": 0 if self.gpu is None else self.gpu.bytes_loaded,
+            "load_failures": self._load_failures,
             "buffer_bytes": self._buffers.idle_bytes,
         }
 
@@ -366,13 +417,14 @@ class FeatureTable:
 
     def granted(self, grants: list[Grant]) -> None:
         """Make entries, then say so."""
-        started = time.perf_counter_ns()
-        acked: list[int] = []
-        failed: list[int] = []
-        reason = ""
         if self._quiet:
             self._put_off += grants
             return
+        started = time.perf_counter_ns()
+        acked: list[int] = []
+        failed: list[int] = []
+        self._declined: list[int] = []
+        reason = ""
         for grant in grants:
             try:
                 if not self._open:
@@ -388,6 +440,8 @@ class FeatureTable:
             _log.warning("mmbroker: %d grant(s) to engine %s failed: %s", len(failed), self.engine, reason)
         self._build_ns += time.perf_counter_ns() - started
         self._link.cast(Ack(acked, failed, reason))
+        if self._declined:
+            self._link.cast(Park(self._declined))
 
     def _enter(self, grant: Grant) -> None:
         ref = grant.ref
@@ -395,29 +449,66 @@ class FeatureTable:
             return
         entry = _Entry(self, ref, self._link.session, grant.private)
         if ref.nbytes and grant.tier == "device":
-            if self.gpu is None:
-                raise FeatureMissing(f"rank {self.rank} of engine {self.engine!r} is not on that device")
-            entry.place = self.gpu.share(DevicePlace(grant.segment, grant.offset, False), ref.hold)
+            self._enter_device(entry, grant)
         elif ref.nbytes:
             host = self._link.segment(grant.segment, False)
-            memory = host.view(grant.offset, ref.nbytes)
+            entry.memory = host.view(grant.offset, ref.nbytes)
+            entry.asked = not self.lazy  # the broker has it in its own line
+            private = grant.private or self.access == "copy"
             if self.gpu is not None:
                 self.gpu.pin(host)
-                if grant.private or self.access == "copy":
-                    entry.place = self.gpu.load_private(ref.hold, memory)
-                elif grant.device is not None:
-                    entry.place = self._place(grant.device, ref.hold, memory)
-                else:
-                    entry.asked = not self.lazy  # the broker has it in its own line
-            elif grant.private or self.access == "copy":
-                entry.buffer = self._buffers.take(ref.nbytes)
-                copied = entry.buffer.view(0, ref.nbytes)
-                mapping.copy(copied, mapping.address_of(memory))
-                memory = copied
-                self._bytes_copied += ref.nbytes
-            entry.memory = memory
-        entry.ready.append(entry.build())
+                if private or grant.device is not None:
+                    self._try_to_load(entry, None if private else grant.device)
+            if private and entry.place is None:
+                self._copy_on_host(entry)
+        try:
+            entry.ready.append(entry.build())
+        except BaseException:
+            if entry.place is not None and self.gpu is not None:
+                self.gpu.await_copies()  # what has begun must not go on when its slot is another's
+            raise
         self._entries[entry.key] = entry
+
+    def _enter_device(self, entry: _Entry, grant: Grant) -> None:
+        """A feature that is nowhere but on the device."""
+        if self.gpu is None:
+            raise FeatureMissing(f"rank {self.rank} of engine {self.engine!r} is not on that device")
+        hold, nbytes = grant.ref.hold, grant.ref.nbytes
+        entry.place = self.gpu.share(DevicePlace(grant.segment, grant.offset, False), hold)
+        if grant.private or self.access == "copy":
+            entry.place = self.gpu.load_private(hold, entry.place, nbytes)
+
+    def _try_to_load(self, entry: _Entry, place: DevicePlace | None) -> bool:
+        """To a place of the broker's, or (None) into private memory. If that fails, the host's copy has to do."""
+        hold = entry.ref.hold
+        try:
+            if place is None:
+                assert self.gpu is not None
+                entry.place = self.gpu.load_private(hold, entry.memory, entry.ref.nbytes)
+            else:
+                entry.place = self._place(place, hold, entry.memory)
+        except (BrokerError, RuntimeError, OSError) as error:  # torch's allocator raises RuntimeErrors
+            entry.asked = True  # not again
+            self._load_failures += 1
+            if place is not None:
+                self._declined.append(hold)
+            now = time.monotonic()
+            if now >= self._next_complaint:
+                self._next_complaint = now + _COMPLAINT
+                _log.warning(
+                    "mmbroker: engine %s has features on the host, %d up to now, because: %s",
+                    self.engine, self._load_failures, error,
+                )  # fmt: skip
+            return False
+        return True
+
+    def _copy_on_host(self, entry: _Entry) -> None:
+        nbytes = entry.ref.nbytes
+        entry.buffer = self._buffers.take(nbytes)
+        copied = entry.buffer.view(0, nbytes)
+        mapping.copy(copied, mapping.address_of(entry.memory))
+        entry.memory = copied
+        self._bytes_copied += nbytes
 
     def _place(self, place: DevicePlace, hold: int, memory: memoryview) -> Place:
         assert self.gpu is not None
@@ -425,24 +516,29 @@ class FeatureTable:
 
     def offered(self, offers: list[Offer]) -> None:
         """Places on the device for entries that had none."""
-        boot, declined = self._link.boot, []
+        if self._quiet:
+            self._put_off += offers
+            return
+        boot = self._link.boot
+        self._declined = []
         for offer in offers:
             entry = self._entries.get((boot, offer.hold))
-            try:
-                if entry is None or entry.place is not None:
-                    raise FeatureMissing("nobody needs it any more")
-                entry.place = self._place(offer.place, offer.hold, entry.memory)
-                entry.ready[:] = [entry.build()]
-            except BrokerError as error:
-                declined.append(offer.hold)
-                if entry is not None:
-                    _log.warning("mmbroker: an offer to engine %s failed: %s", self.engine, error)
-        if declined:
-            self._link.cast(Park(declined))
+            if entry is None or entry.place is not None:
+                self._declined.append(offer.hold)  # nobody needs it any more
+            elif self._try_to_load(entry, offer.place):
+                entry.ready.clear()
+                with suppress(Exception):  # then it is built when it is read
+                    entry.ready.append(entry.build())
+        if self._declined:
+            self._link.cast(Park(self._declined))
 
     def dismissed(self, holds: list[int]) -> None:
         boot = self._link.boot
         self._withdraw([(boot, hold) for hold in holds])
+        unheard = {p.ref.hold for p in self._put_off if isinstance(p, Grant)}.intersection(holds)
+        if unheard:  # granted and dismissed while graphs are captured
+            self._put_off = [p for p in self._put_off if not (isinstance(p, Grant) and p.ref.hold in unheard)]
+            self._link.cast(Settle(list(unheard)))
         self._settle()
 
     def _withdraw(self, keys: list[Key]) -> None:
@@ -458,12 +554,21 @@ class FeatureTable:
         session = self._link.session
         count = self._settled
         settled: list[int] = []
+        if self.gpu is not None and not self._quiet:
+            self._tell_loaded(self.gpu)
         for _ in range(len(self._over)):
             entry = self._over.popleft()
-            if not self._untouchable(entry):
+            try:
+                free = self._untouchable(entry)
+            except DriverError as error:
+                _log.warning("mmbroker: a feature of engine %s stays unsettled: %s", self.engine, error)
+                free = False
+            if not free:
                 self._over.append(entry)
                 continue
             self._settled += 1
+            if self.gpu is not None:
+                self.gpu.recycle(entry.fences)
             if entry.session == session:
                 settled.append(entry.ref.hold)
             if entry.buffer is not None and not entry.private:
@@ -474,62 +579,75 @@ class FeatureTable:
 
     def _untouchable(self, entry: _Entry) -> bool:
         """Can nothing here touch the entry's memory any more: no use, no tensor, no work on the GPU?"""
-        gpu, place = self.gpu, entry.place
-        if gpu is None:
+        place = entry.place
+        if self.gpu is None:
             return entry.private or not (entry.uses or entry.kept)
-        if self._quiet or (place is not None and not gpu.completed(place)):
+        if self._quiet or (place is not None and place.event):
             return False
-        if place is not None and place.private:
+        if entry.private and entry.buffer is not None:
             return True
+        return (place is not None and place.private) or self._unread(entry, self.gpu)
+
+    def _unread(self, entry: _Entry, gpu: Gpu) -> bool:
+        """Whether nothing reads the entry's tensors, here or on the GPU."""
         if entry.uses or entry.kept:
-            entry.outlived = entry.outlived or not entry.uses
             return False
         if entry.outlived:  # whatever read the tensors that outlived their uses may still be at work
+            fences = gpu.fences()
             entry.outlived = False
-            entry.fences += gpu.fences()
+            entry.fences += fences
         return gpu.passed(entry.fences)
 
-    def _device_chores(self, gpu: Gpu) -> bool:
-        """Tell what is loaded, ask for what is wanted, let go of what is parked; True if some of it is not done yet."""
-        if self._quiet:
-            return True
+    def _tell_loaded(self, gpu: Gpu) -> None:
+        session = self._link.session
+        done = [place.hold for place in gpu.loaded() if place.session == session and not place.private]
+        if done and self._shared:
+            self._link.cast(Loaded(done), session)
+
+    def _device_chores(self, gpu: Gpu) -> None:
+        """Tell what is loaded, ask for what is wanted, let go of what is parked."""
         if self._put_off:
-            grants, self._put_off = self._put_off, []
-            self.granted(grants)
+            put_off, self._put_off = self._put_off, []
+            self.granted([item for item in put_off if isinstance(item, Grant)])
+            self.offered([item for item in put_off if isinstance(item, Offer)])
         for number in self._link.fresh_segments():
             gpu.pin(self._link.segment(number, False))
-        done = gpu.loaded()
-        if done and self._shared:
-            self._link.cast(Loaded(done))
+        self._tell_loaded(gpu)
         if self.wanting:
+            session = self._link.session
             wanted = [self.wanting.popleft() for _ in range(len(self.wanting))]
-            self._link.cast(Want([e.ref.hold for e in wanted if e.session == self._link.session]))
+            self._link.cast(Want([e.ref.hold for e in wanted if e.session == session]), session)
+        self._park(gpu)
+
+    def _park(self, gpu: Gpu) -> None:
+        """Let go of places on the device. As with a dismissal: first out of sight, and only then a look at the uses."""
+        session = self._link.session
         parked: list[int] = []
         for _ in range(len(self.parking)):
             entry = self.parking.popleft()
             place = entry.place
-            if (
-                place is None
-                or entry.uses
-                or self._entries.get(entry.key) is not entry
-                or not entry.memory.nbytes
-            ):
-                continue  # parked already, in use again, over, or without a replica on the host
+            if place is None or self._entries.get(entry.key) is not entry or not entry.memory.nbytes:
+                continue  # parked already, over, or without a replica on the host
+            entry.place = None
             entry.ready.clear()
-            if entry.kept or not gpu.passed(entry.fences) or not gpu.completed(place):
+            if entry.uses:
+                entry.place = place  # in use again, and parked again when that is over
+            elif place.event or not self._unread(entry, gpu):
+                entry.place = place
                 self.parking.append(entry)
-                continue
-            entry.place, entry.asked = None, False
-            entry.ready[:] = [entry.build()]
-            parked.append(entry.ref.hold)
+            else:
+                entry.asked = False
+                entry.ready.append(entry.build())
+                if entry.session == session:
+                    parked.append(entry.ref.hold)
         if parked and self._shared:
-            self._link.cast(Park(parked))
-        gpu.sweep()
-        return gpu.busy or bool(self.parking)
+            self._link.cast(Park(parked), session)
 
     def chores(self, now: float) -> float:
         """Settle what has come to its end; returns in how many seconds to look again."""
-        busy = self.gpu is not None and self._device_chores(self.gpu)
+        gpu = self.gpu
+        if gpu is not None and not gpu.quiet:
+            self._device_chores(gpu)
         for expiry, session in list(self._lost):
             if expiry <= now:
                 self._lost.remove((expiry, session))
@@ -538,25 +656,29 @@ class FeatureTable:
                 self._withdraw(expired)
         self._buffers.trim(now)
         moved = self._settle()
-        self._pause = _WATCH[0] if moved or not self._over else min(self._pause * 2, _WATCH[1])
-        pause = self._pause if self._over else 1.0
-        return min(pause, _DEVICE_WATCH) if busy else pause
+        unfinished = bool(self._over or self.parking)
+        self._pause = _WATCH[0] if moved or not unfinished else min(self._pause * 2, _WATCH[1])
+        pause = self._pause if unfinished else 1.0
+        return min(pause, _DEVICE_WATCH) if gpu is not None and gpu.busy and not gpu.quiet else pause
 
     def lost(self, session: int) -> None:
         """Entries stay usable without their session, because requests that carry their references still run."""
-        if self.gpu is not None:
-            self.gpu.forget()
+        self._put_off.clear()
+        self._shared = False
         self._lost.append((time.monotonic() + _LOST_ENTRIES, session))
 
     def attach(self, timeout: float | None = None) -> None:
         """Tell the broker who we are; also after each reconnection."""
         if self._open:
             seconds = self._link.timeout if timeout is None else timeout
-            self._link.run(lambda: self._attach(timeout), seconds + 1.0)
+            self._link.run(lambda: self._attach(timeout), seconds + PATIENCE + 1.0)
 
     def _attach(self, timeout: float | None) -> None:
-        path = choose(self._link, self.device)
-        self.path, self.gpu = path.name, path.gpu
+        if self._quiet:
+            raise BrokerError("graphs are being captured: the table is attached after that")
+        path = choose(self._link, self.device, self._gpus)
+        self.path = path.name
+        self.gpu = path.gpu or self.gpu  # what was entered before needs it
         self._boots[self._link.boot] = None
         while len(self._boots) > _BOOTS:
             del self._boots[next(iter(self._boots))]
@@ -572,10 +694,6 @@ class FeatureTable:
             )
         self._shared = isinstance(reply, Attached) and reply.tier == "device"
 
-    def retired(self, segments: list[int]) -> None:
-        if self.gpu is not None:
-            self.gpu.retire(segments)
-
     def touches(self, session: int) -> bool:
         """Can anything of a session that is over still be read here?"""
         entries = [*self._entries.values(), *self._over]
@@ -583,12 +701,12 @@ class FeatureTable:
 
     def end(self) -> None:
         """Nobody receives for this table any more."""
-        if self.gpu is not None:
-            for entry in self._entries.values():
-                entry.ready.clear()
-                if not entry.uses:
-                    entry.place = None
-            self.gpu.close()
+        for entry in (*self._entries.values(), *self._over):
+            entry.ready.clear()
+            if self.gpu is not None:
+                self.gpu.recycle(entry.fences)
+            if not entry.uses:
+                entry.place = None
 
     @property
     def empty(self) -> bool:

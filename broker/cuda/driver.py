@@ -142,6 +142,11 @@ class Driver(Protocol):
         """A uint8 tensor of shape (nbytes,) over memory of the GPU; `owner` lives as long as it and its views."""
         ...
 
+    def home(self, tensor: torch.Tensor) -> str:
+        """The GPU whose memory a tensor is in; empty: the CPU. The fake has only CPU tensors: they are at home on the
+        GPU of which the process has a context, if it has one."""
+        ...
+
     def empty(self, nbytes: int, uuid: str, stream: int) -> torch.Tensor:
         """A uint8 tensor of shape (nbytes,) from torch's own memory, to be written in `stream` first."""
         ...

@@ -265,6 +265,9 @@ class FakeDriver:
         region.owner = owner  # type: ignore[attr-defined]
         return torch.frombuffer(region, dtype=torch.uint8)
 
+    def home(self, tensor: torch.Tensor) -> str:
+        return next(iter(self._contexts), "")
+
     def empty(self, nbytes: int, uuid: str, stream: int) -> torch.Tensor:
         import torch
 

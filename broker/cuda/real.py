@@ -216,6 +216,11 @@ class RealDriver:
 
         return torch.as_tensor(_Bytes(address, nbytes, owner), device=f"cuda:{self._devices[uuid].index}")
 
+    def home(self, tensor: torch.Tensor) -> str:
+        if not tensor.is_cuda:
+            return ""
+        return next(uuid for uuid, device in self._devices.items() if device.index == tensor.device.index)
+
     def empty(self, nbytes: int, uuid: str, stream: int) -> torch.Tensor:
         import torch
 
