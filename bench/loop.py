@@ -73,10 +73,12 @@ def _accounts() -> tuple[int, int, int]:
 class LoopScheduler(Scheduler):
     """Runs the loop for a while and counts."""
 
+    work: type[Work] = Work
+
     def run(self, way: str, seconds: float) -> dict[str, float]:
         """From the first arrival on, for so long. Then stops the source and lets the rest of the round in."""
         opener, clock, board, inbox = self.opener(way), time.perf_counter_ns, self.board.numbers, self.inbox()
-        receive, step, dontwait = inbox.recv, Work().step, 0x40  # MSG_DONTWAIT
+        receive, step, dontwait = inbox.recv, self.work().step, 0x40  # MSG_DONTWAIT
         released = iterations = arrivals = start = 0
         ends: list[int] = []
         before = end = 0

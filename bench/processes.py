@@ -74,9 +74,10 @@ class Broker:
         self.path = str(root / name)
         given = {f"MMBROKER_{key.upper()}": str(value) for key, value in settings.items()}
         self._environ = {**os.environ, **given, "MMBROKER_DIR": str(root), "MMBROKER_NAME": name}
+        command = [sys.executable, "-m", "mmbroker", "start"]
         with open(root / f"{name}.log", "w+b") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "mmbroker", "start", "--cpu"],
+                command if "gpu" in settings else [*command, "--cpu"],
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -92,12 +93,22 @@ class Broker:
 
     def counters(self) -> dict[str, int]:
         """What the broker has counted since its start."""
+        counters: dict[str, int] = self.status()["counters"]
+        return counters
+
+    def status(self) -> dict[str, Any]:
+        """The broker's whole report."""
         command = [sys.executable, "-m", "mmbroker", "status", "--json"]
         shown = subprocess.run(
             command, env=self._environ, stdout=subprocess.PIPE, check=True, timeout=PATIENCE
         )
-        counters: dict[str, int] = json.loads(shown.stdout)["counters"]
-        return counters
+        told: dict[str, Any] = json.loads(shown.stdout)
+        return told
+
+    def kill(self) -> None:
+        """End it without a chance to say so."""
+        self._process.kill()
+        self._process.wait()
 
     def __enter__(self) -> Broker:
         return self

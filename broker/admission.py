@@ -26,13 +26,14 @@ from .room import Room
 
 
 class Admission:
-    def __init__(self, books: Books, holds: Holds) -> None:
+    def __init__(self, books: Books, holds: Holds, rooms: dict[str, Room]) -> None:
+        """`rooms` by tier."""
         self.books = books
+        self.rooms = rooms
         self.holds = holds
         self.leases = Leases(books, holds, self._landed)
         self.queue: OrderedDict[int, Request] = OrderedDict()  # waits for room or budget, in order of arrival
         self.flying: dict[Place, OrderedDict[int, Request]] = {}  # waits for a key's writer
-        self.room = Room(books)
         self.draining = False
         self._numbers = count(1)
 
@@ -40,17 +41,17 @@ class Admission:
 
     def submit(
         self, session: Session, seq: int, items: list[Item], engine: Engine | None, private: bool, now: float,
-        deadline: float, lookup: bool = False,
+        deadline: float, lookup: bool = False, tier: str = "host",
     ) -> None:  # fmt: skip
         """Serve a create or a lookup, now or when what it waits for is there; answered by `deadline` in any case."""
-        refusal = self._refusal(session, items, lookup)
+        refusal = self._refusal(session, items, tier, lookup)
         if refusal is not None:
             self.books.respond(session, seq, refusal)
             return
         distinct = {item.key: round_up(item.form.nbytes) for item in items}
         request = Request(
             next(self._numbers), session.number, seq, session.namespace, items, engine, private, now,
-            sum(distinct.values()), lookup,
+            sum(distinct.values()), tier, lookup,
         )  # fmt: skip
         session.requests[seq] = request
         request.timer = self.books.timers.at(deadline, lambda at: self._expire(request, at))
@@ -58,7 +59,7 @@ class Admission:
         if not self._serve(request, now, may_allocate=not passed_over):
             self._wait(request, now)
 
-    def _refusal(self, session: Session, items: list[Item], lookup: bool) -> Failed | None:
+    def _refusal(self, session: Session, items: list[Item], tier: str, lookup: bool) -> Failed | None:
         """Why a call can never be served, if so: the limit, the figures, the next step."""
         books, limits = self.books, self.books.limits
         if len(items) > limits.items_per_call:
@@ -94,12 +95,13 @@ class Admission:
                 "QuotaExceeded", text, {"requested": parts, "used": 0, "limit": limits.parts_per_call}
             )
         requested = sum({item.key: round_up(item.form.nbytes) for item in items}.values())
-        if requested > books.pool.limit:
+        if requested > books.pools[tier].limit:
             what = "the feature is" if len(items) == 1 else f"the batch of {len(items)} is"
             return self._pool_full(
+                tier,
                 requested,
                 f"{what} larger than the arena",
-                "send it in smaller batches, or raise --host-mib",
+                f"send it in smaller batches, or raise --{tier}-mib",
             )
         return None
 
@@ -132,25 +134,38 @@ class Admission:
             request.reason, request.flights = Wait.FLIGHT, flights
             return False
         hits = {feature.number: feature for feature in found if feature is not None}
-        if not self._within_budget(request.engine, hits.values(), fresh.values()):
+        if request.engine is not None and (
+            unreachable := self.holds.unreachable(hits.values(), request.engine)
+        ):
+            self._finish(request, unreachable)
+            return True
+        if not self._within_budget(request, hits.values(), fresh.values()):
             request.reason = Wait.BUDGET
             return False
         request.reason = Wait.ROOM
         if fresh and not may_allocate:
             return False
-        slots = self.room.allocate(request.namespace, list(fresh.values()), list(hits.values()), now)
+        sizes = [item.form.nbytes for item in fresh.values()]
+        slots = self.rooms[request.tier].allocate(request.namespace, sizes, list(hits.values()), now)
         if slots is None:
             return self._hopeless(request)
         self._commit(request, found, dict(zip(fresh, slots, strict=True)), now)
         return True
 
-    def _within_budget(self, engine: Engine | None, hits: Iterable[Feature], fresh: Iterable[Item]) -> bool:
+    def _within_budget(self, request: Request, hits: Iterable[Feature], fresh: Iterable[Item]) -> bool:
         """May the engine take this much more? One that has nothing in flight may take anything that fits the arena."""
-        if engine is None or not engine.in_flight:
+        engine = request.engine
+        if engine is None:
             return True
-        extra = sum(feature.slot.nbytes for feature in hits if feature.number not in engine.uses)
-        extra += sum(round_up(item.form.nbytes) for item in fresh)
-        return not extra or engine.in_flight + extra <= self.books.budget()
+        extra = dict.fromkeys(self.books.pools, 0)
+        extra[request.tier] += sum(round_up(item.form.nbytes) for item in fresh)
+        for feature in hits:
+            if feature.number not in engine.uses:
+                extra[feature.slot.tier] += feature.slot.nbytes
+        return all(
+            not more or not engine.in_flight[tier] or engine.in_flight[tier] + more <= self.books.budget(tier)
+            for tier, more in extra.items()
+        )
 
     def _commit(
         self, request: Request, found: list[Feature | None], slots: dict[Place, Slot], now: float
@@ -197,8 +212,9 @@ class Admission:
 
     def _hopeless(self, request: Request) -> bool:
         """If growth is refused and the request is larger than all there is, say so at once."""
-        arena = sum(s.allocator.nbytes for s in self.books.pool.arena(request.namespace) if s.ready)
-        if not self.room.blocked or request.nbytes <= arena:
+        room = self.rooms[request.tier]
+        arena = sum(s.allocator.nbytes for s in room.pool.arena(request.namespace) if s.ready)
+        if not room.blocked or request.nbytes <= arena:
             return False
         self._finish(request, self._full(request))
         return True
@@ -314,31 +330,36 @@ class Admission:
 
     def _full(self, request: Request) -> Failed:
         """`PoolFull` for what was waited for: the engine's budget, the machine's memory, or the arena."""
-        pool = self.books.pool
+        tier = request.tier
+        room, pool = self.rooms[tier], self.books.pools[tier]
         if request.reason is Wait.BUDGET and request.engine is not None:
-            budget, engine = self.books.budget(), request.engine
+            budget, engine = self.books.budget(tier), request.engine
+            in_flight = engine.in_flight[tier]
             self.books.counters["pool_full"] += 1
             return Failed(
                 "PoolFull",
-                f"engine {engine.name!r} has {engine.in_flight} bytes in flight of its budget of {budget}, and "
-                f"{request.nbytes} more do not fit; end some of its requests, or raise --host-mib",
-                {"requested": request.nbytes, "free": max(0, budget - engine.in_flight), "limit": budget},
+                f"engine {engine.name!r} has {in_flight} bytes in flight of its budget of {budget}, and "
+                f"{request.nbytes} more do not fit; end some of its requests, or raise --{tier}-mib",
+                {"requested": request.nbytes, "free": max(0, budget - in_flight), "limit": budget},
             )
-        if self.room.blocked:
+        if room.blocked:
             return self._pool_full(
+                tier,
                 request.nbytes,
-                f"the arena cannot grow: {self.room.blocked}",
+                f"the arena cannot grow: {room.blocked}",
                 "free memory, or raise that limit",
                 limit=pool.capacity,
             )
         if pool.growing(request.namespace):
-            return self._pool_full(request.nbytes, "the next segment is not there yet", "allow more time")
+            return self._pool_full(
+                tier, request.nbytes, "the next segment is not there yet", "allow more time"
+            )
         return self._pool_full(
-            request.nbytes, "the arena is full of held features", "drop holds, or raise --host-mib"
+            tier, request.nbytes, "the arena is full of held features", f"drop holds, or raise --{tier}-mib"
         )
 
-    def _pool_full(self, requested: int, why: str, then: str, limit: int | None = None) -> Failed:
-        pool = self.books.pool
+    def _pool_full(self, tier: str, requested: int, why: str, then: str, limit: int | None = None) -> Failed:
+        pool = self.books.pools[tier]
         limit = pool.limit if limit is None else limit
         free = max(0, limit - pool.held)
         self.books.counters["pool_full"] += 1

@@ -7,12 +7,14 @@ from itertools import count
 
 from mmbroker.proto.messages import Dismissed, Failed, Grant, Granted, Reply, Report, Retired
 
-from .arena.allocator import round_up
+from .arena.allocator import PAGE, round_up
 from .events import Discard, Effect, Limits, Notify, Respond, SendSegment
 from .pool import Pool, Segment, Slot
-from .records import Engine, Feature, Lease, Place, Session
+from .records import Engine, Feature, Lease, Place, Replica, Session
 from .timers import Timers
 
+#: Device segments come in whole pages of the GPU, which are 2 MiB on every one that can share them.
+DEVICE_PAGE = 2 << 20
 NAME_LIMIT = 128  # characters of an engine's name
 
 
@@ -64,7 +66,18 @@ class Books:
     def __init__(self, limits: Limits, boot: bytes) -> None:
         self.limits = limits
         self.boot = boot
-        self.pool = Pool(limits.host_bytes // 4096 * 4096, round_up(limits.segment_bytes))
+        segments, generations = count(1), count(1)
+        self.pool = Pool(
+            "host", limits.host_bytes // PAGE * PAGE, round_up(limits.segment_bytes), limits.segment_linger, segments,
+            generations,
+        )  # fmt: skip
+        self.pools = {"host": self.pool}
+        if limits.device:
+            self.pools["device"] = Pool(
+                "device", limits.device_bytes // DEVICE_PAGE * DEVICE_PAGE,
+                -(-limits.segment_bytes // DEVICE_PAGE) * DEVICE_PAGE, limits.device_segment_linger, segments,
+                generations,
+            )  # fmt: skip
         self.timers = Timers()
         self.out = Outbox()
         self.counters: Counter[str] = Counter()
@@ -72,8 +85,9 @@ class Books:
         self.engines: dict[tuple[str, str], Engine] = {}
         self.features: dict[Place, Feature] = {}
         self.numbered: dict[int, Feature] = {}
-        self.idle: dict[str, OrderedDict[int, Feature]] = {}  # by namespace, least recently used first
-        self.idle_count = 0
+        #: By tier and namespace, least recently used first, by generation.
+        self.idle: dict[tuple[str, str], OrderedDict[int, Feature | Replica]] = {}
+        self.idle_count = 0  # of features
         self._rests = count(1)
         self.flights: dict[Place, list[Lease]] = {}  # keys that are being written
         self.stirred = False  # room or budget may have become free: look at what waits
@@ -96,57 +110,89 @@ class Books:
         """A sealed feature, pinned by whoever sealed it."""
         self.features[feature.place] = feature
         self.numbered[feature.number] = feature
-        if feature.slot.segment:
-            self.pool.segments[feature.slot.segment].features.add(feature.number)
 
     def rest(self, feature: Feature, now: float) -> None:
         """Call when a feature may have lost its last hold or pin: it stays as a cache."""
         if feature.pinned or feature.number not in self.numbered:
             return
-        self.pool.set_idle(feature.slot, True)
-        feature.rested = next(self._rests)
-        namespace = feature.place[0]
-        self.idle.setdefault(namespace, OrderedDict())[feature.number] = feature
         self.idle_count += 1
-        self.stirred = True
-        segment = self.pool.segments.get(feature.slot.segment)
-        if segment is not None and segment.retired:
-            self.evict(feature, "retired", now)
+        self._lay(feature, feature.place[0], now)
 
     def wake(self, feature: Feature) -> None:
         """Call before an idle feature gets a hold: it can be evicted no more."""
-        namespace = feature.place[0]
-        resting = self.idle.get(namespace)
-        if resting is not None and resting.pop(feature.number, None) is not None:
+        if self._lift(feature, feature.place[0]):
             self.idle_count -= 1
-            self.pool.set_idle(feature.slot, False)
-            if not resting:
-                del self.idle[namespace]
 
-    def evict(self, feature: Feature, reason: str, now: float) -> None:
-        """Forget an idle feature; its slot is free."""
-        self.wake(feature)
-        del self.features[feature.place]
-        del self.numbered[feature.number]
-        if feature.slot.segment:
-            self.pool.segments[feature.slot.segment].features.discard(feature.number)
-        self.counters["evictions"] += 1
-        self.counters[f"evictions_{reason}"] += 1
-        if feature.tainted:
-            self.abandon(feature.slot, now)
+    def rest_replica(self, replica: Replica, now: float) -> None:
+        """A loaded replica without grants is kept for a while, for the next engine or request that wants it."""
+        due = now + self.limits.device_linger
+        replica.timer = self.timers.at(due, lambda at: self.evict(replica, "linger", at))
+        self._lay(replica, replica.feature.place[0], now)
+
+    def wake_replica(self, replica: Replica) -> None:
+        if self._lift(replica, replica.feature.place[0]) and replica.timer is not None:
+            replica.timer.cancel()
+
+    def _lay(self, entry: Feature | Replica, namespace: str, now: float) -> None:
+        slot = entry.slot
+        self.pools[slot.tier].set_idle(slot, True)
+        entry.rested = next(self._rests)
+        self.idle.setdefault((slot.tier, namespace), OrderedDict())[slot.generation] = entry
+        self.stirred = True
+        if slot.segment and self.pools[slot.tier].segments[slot.segment].retired:
+            self.evict(entry, "retired", now)
+
+    def _lift(self, entry: Feature | Replica, namespace: str) -> bool:
+        slot = entry.slot
+        place = (slot.tier, namespace)
+        resting = self.idle.get(place)
+        if resting is None or resting.pop(slot.generation, None) is None:
+            return False
+        self.pools[slot.tier].set_idle(slot, False)
+        if not resting:
+            del self.idle[place]
+        return True
+
+    def evict(self, entry: Feature | Replica, reason: str, now: float) -> None:
+        """Forget an idle feature, or an idle replica of one; its slot is free."""
+        if isinstance(entry, Replica):
+            self.wake_replica(entry)
+            entry.feature.replica = None
+            self.counters["replicas_evicted"] += 1
+            self.counters[f"replicas_evicted_{reason}"] += 1
         else:
-            self.free(feature.slot, now)
+            if entry.replica is not None:
+                self.evict(entry.replica, reason, now)
+            self.wake(entry)
+            del self.features[entry.place]
+            del self.numbered[entry.number]
+            self.counters["evictions"] += 1
+            self.counters[f"evictions_{reason}"] += 1
+        if entry.tainted:
+            self.abandon(entry.slot, now)
+        else:
+            self.free(entry.slot, now)
 
     def trim(self, now: float) -> None:
-        """Keep the watermark's share of the arena free ahead of demand, and the number of idle features bounded."""
+        """Keep the watermark's share of the host arena free, and the number of idle features bounded."""
         pool, limits = self.pool, self.limits
         high = pool.limit - int(pool.limit * limits.watermark)
-        while self.idle_count and (pool.used > high or self.idle_count > limits.cached_features):
-            reason = "watermark" if pool.used > high else "count"
-            oldest = (next(iter(resting.values())) for resting in self.idle.values())
-            self.evict(min(oldest, key=lambda feature: feature.rested), reason, now)
+        while self.idle_count and (
+            (full := pool.used > high and pool.idle) or self.idle_count > limits.cached_features
+        ):
+            tiers = ("host",) if full else tuple(self.pools)
+            oldest = [
+                feature
+                for (tier, _), resting in self.idle.items()
+                if tier in tiers
+                and (feature := next((f for f in resting.values() if isinstance(f, Feature)), None))
+            ]
+            self.evict(min(oldest, key=lambda feature: feature.rested), "watermark" if full else "count", now)
 
     # --- slots and segments -----------------------------------------------------------------------------------------
+
+    def segment_of(self, slot: Slot) -> Segment:
+        return self.pools[slot.tier].segments[slot.segment]
 
     def free(self, slot: Slot, now: float) -> None:
         """A slot that nobody can touch any more."""
@@ -156,31 +202,37 @@ class Books:
     def unallocate(self, slot: Slot, now: float) -> None:
         """`free` without the news: for a slot that was taken for a batch that cannot be served whole."""
         if slot.segment:
-            self.pool.free(slot, now)
-            segment = self.pool.segments[slot.segment]
-            self.sweep(segment)
-            self.watch_empty(segment, now)
+            pool = self.pools[slot.tier]
+            pool.free(slot, now)
+            segment = pool.segments[slot.segment]
+            self.sweep(pool, segment)
+            self.watch_empty(pool, segment)
 
     def abandon(self, slot: Slot, now: float) -> None:
         """A slot that somebody untraceable may touch for ever: its segment takes nothing new and goes when it can."""
         if slot.segment:
             self.counters["slots_abandoned"] += 1
-            self.pool.abandon(slot)
-            segment = self.pool.segments[slot.segment]
-            for number in list(segment.features):
-                feature = self.numbered.get(number)  # None: evicted with one before it, that was tainted too
-                if feature is not None and not feature.pinned:
-                    self.evict(feature, "retired", now)
-            self.sweep(segment)
+            pool = self.pools[slot.tier]
+            pool.abandon(slot)
+            segment = pool.segments[slot.segment]
+            self.empty(pool, segment, "retired", now)
+            self.sweep(pool, segment)
 
-    def sweep(self, segment: Segment) -> None:
+    def empty(self, pool: Pool, segment: Segment, reason: str, now: float) -> None:
+        """Evict everything idle from a segment."""
+        resting = self.idle.get((pool.tier, segment.namespace), OrderedDict())
+        for entry in [entry for entry in resting.values() if entry.slot.segment == segment.number]:
+            if entry.slot.generation in resting:  # else evicted with one before it, that was tainted too
+                self.evict(entry, reason, now)
+
+    def sweep(self, pool: Pool, segment: Segment) -> None:
         """Give a retired segment's memory back once only abandoned slots are left in it."""
-        if segment.retired and segment.pinned == segment.abandoned and segment.number in self.pool.segments:
-            self.discard(segment)
+        if segment.retired and segment.pinned == segment.abandoned and segment.number in pool.segments:
+            self.discard(pool, segment)
 
-    def discard(self, segment: Segment) -> None:
+    def discard(self, pool: Pool, segment: Segment) -> None:
         """Give a segment back; clients that map it are told to unmap it."""
-        self.pool.remove(segment.number)
+        pool.remove(segment.number)
         self.out.add(Discard(segment.number))
         for number in segment.sessions:
             session = self.sessions.get(number)
@@ -190,36 +242,54 @@ class Books:
         self.counters["segments_discarded"] += 1
         self.stirred = True
 
-    def watch_empty(self, segment: Segment, now: float) -> None:
+    def watch_empty(self, pool: Pool, segment: Segment) -> None:
         """Give an empty segment back once it has been empty for a while: one timer for each, however often it fills."""
-        if segment.empty_since is None or segment.watched or segment.number not in self.pool.segments:
+        if (
+            segment.empty_since is None
+            or segment.watched
+            or segment.reserved
+            or segment.number not in pool.segments
+        ):
             return
         segment.watched = True
-        self.timers.at(self._linger_ends(segment.empty_since), lambda at: self._shrink(segment, at))
+        self.timers.at(
+            self._linger_ends(pool, segment.empty_since), lambda at: self._shrink(pool, segment, at)
+        )
 
-    def _linger_ends(self, since: float) -> float:
-        return since + max(self.limits.segment_linger, 0.05)  # whoever asked for it has yet to use it
+    @staticmethod
+    def _linger_ends(pool: Pool, since: float) -> float:
+        return since + max(pool.linger, 0.05)  # whoever asked for it has yet to use it
 
-    def _shrink(self, segment: Segment, now: float) -> None:
+    def _shrink(self, pool: Pool, segment: Segment, now: float) -> None:
         segment.watched = False
-        if segment.number not in self.pool.segments or segment.empty_since is None:
+        if segment.number not in pool.segments or segment.empty_since is None:
             return
-        if now >= self._linger_ends(segment.empty_since):  # never the difference: it may be less, by rounding
-            self.discard(segment)
+        if now >= self._linger_ends(
+            pool, segment.empty_since
+        ):  # never the difference: it may be less, by rounding
+            self.discard(pool, segment)
         else:
-            self.watch_empty(segment, now)
+            self.watch_empty(pool, segment)
+
+    def announce(self, pool: Pool, segment: Segment) -> None:
+        """Ranks on a GPU get a host segment before they need it, because pinning it takes milliseconds."""
+        for session in self.sessions.values() if pool.tier == "host" else ():
+            on_gpu = session.engine is not None and session.device != "cpu"
+            if on_gpu and not session.ended and session.namespace == segment.namespace:
+                segment.sessions.add(session.number)
+                self.out.segment(session, segment.number, False)
 
     def send(self, session: Session, slot: Slot, writable: bool) -> None:
         """Make sure a session can map the slot's segment."""
         if slot.segment:
-            self.pool.segments[slot.segment].sessions.add(session.number)
+            self.segment_of(slot).sessions.add(session.number)
             self.out.segment(session, slot.segment, writable)
 
     # --- engines ----------------------------------------------------------------------------------------------------
 
-    def budget(self) -> int:
+    def budget(self, tier: str = "host") -> int:
         """Bytes that one engine may have in flight: an equal share of the arena for each that is attached."""
-        return self.pool.limit // max(1, sum(engine.complete for engine in self.engines.values()))
+        return self.pools[tier].limit // max(1, sum(engine.complete for engine in self.engines.values()))
 
     def no_such_engine(self, namespace: str, name: str) -> Failed:
         """Why nothing can be granted to an engine: it is not there, or not complete."""
@@ -240,7 +310,7 @@ class Books:
             uses = engine.uses.get(feature.number, 0)
             engine.uses[feature.number] = uses + 1
             if not uses:
-                engine.in_flight += feature.slot.nbytes
+                engine.in_flight[feature.slot.tier] += feature.slot.nbytes
 
     def credit(self, engine: Engine | None, feature: Feature) -> None:
         """One hold less."""
@@ -248,5 +318,5 @@ class Books:
             engine.uses[feature.number] -= 1
             if not engine.uses[feature.number]:
                 del engine.uses[feature.number]
-                engine.in_flight -= feature.slot.nbytes
+                engine.in_flight[feature.slot.tier] -= feature.slot.nbytes
                 self.stirred = True

@@ -74,29 +74,49 @@ def main() -> None:
 
 def _not_yet(ctx: click.Context, option: click.Parameter, value: object) -> None:
     if value is not None:
-        raise click.UsageError(f"{option.opts[0]}: this version has no device arena and no web page", ctx)
+        raise click.UsageError(f"{option.opts[0]}: this version has no web page", ctx)
 
 
 def _absent(command: _Command) -> _Command:
     """Options that a later version will have. They are refused by name, and not listed."""
-    for name in ("--gpu", "--device-mib", "--device-reserve-mib", "--device-headroom-mib", "--http"):
+    for name in ("--http",):
         command = click.option(name, hidden=True, expose_value=False, callback=_not_yet)(command)
     return command
 
 
 @main.command()
+@click.option("--cpu", is_flag=True, help="A broker with a host arena only. The default.")
 @click.option(
-    "--cpu",
-    is_flag=True,
-    expose_value=False,
-    help="A broker with a host arena only: the only kind so far, so the default.",
+    "--gpu", metavar="N|UUID", help="Serve this GPU as well: its index, its UUID or the beginning of one."
 )
-@click.option("--name", metavar="NAME", help="The broker's name, if several run here.  [default: cpu]")
+@click.option(
+    "--name",
+    metavar="NAME",
+    help="The broker's name, if several run here.  [default: cpu, or the GPU's UUID]",
+)
 @click.option(
     "--host-mib",
     type=click.IntRange(min=1),
     metavar="MIB",
     help="Most host memory for features; it is taken as it is needed.  [default: a quarter of what is free]",
+)
+@click.option(
+    "--device-mib",
+    type=click.IntRange(min=1),
+    metavar="MIB",
+    help="Most GPU memory for features.  [default: 1024]",
+)
+@click.option(
+    "--device-reserve-mib",
+    type=click.IntRange(min=0),
+    metavar="MIB",
+    help="GPU memory that is taken at the start and kept.  [default: 0]",
+)
+@click.option(
+    "--device-headroom-mib",
+    type=click.IntRange(min=0),
+    metavar="MIB",
+    help="Never grow into the last so much free GPU memory.  [default: 2048]",
 )
 @click.option(
     "--allow-uid",
@@ -109,7 +129,7 @@ def _absent(command: _Command) -> _Command:
     "--config", type=click.Path(dir_okay=False), metavar="FILE", help="A TOML file with further settings."
 )
 @_absent
-def start(name: str | None, host_mib: int | None, allow_uid: tuple[int, ...], config: str | None) -> None:
+def start(cpu: bool, config: str | None, **flags: Any) -> None:
     """Run a broker in the foreground.
 
     It prints one line once clients can connect. SIGTERM, SIGINT and `mmbroker stop` end it. A setting comes from
@@ -118,8 +138,11 @@ def start(name: str | None, host_mib: int | None, allow_uid: tuple[int, ...], co
     from .config import Settings
     from .server import serve
 
-    settings = Settings.resolve({"name": name, "host_mib": host_mib, "allow_uid": allow_uid}, file=config)
-    sys.exit(serve(settings))
+    if cpu and flags["gpu"] is not None:
+        raise click.UsageError("--cpu and --gpu: a broker serves one GPU, or none")
+    if cpu:
+        flags["gpu"] = ""
+    sys.exit(serve(Settings.resolve(flags, file=config)))
 
 
 # --- looking for the broker -----------------------------------------------------------------------------------------
@@ -265,6 +288,32 @@ def _when_unlocked(lock: Path) -> threading.Thread:
     thread = threading.Thread(target=wait, name="mmbroker-wait", daemon=True)
     thread.start()
     return thread
+
+
+# --- doctor ---------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@_which
+@click.option("--json", "as_json", is_flag=True, help="The same, for programs.")
+@click.pass_context
+def doctor(ctx: click.Context, name: str | None, as_json: bool) -> None:
+    """Try what a broker and its clients need here, and say what to do about what fails.
+
+    A child process makes a CUDA context for a moment where there is a GPU. Exit code 1 if something is broken.
+    """
+    from .doctor import examine, passed
+
+    checks = examine(name)
+    if as_json:
+        found = {"fine": passed(checks), "checks": [check._asdict() for check in checks]}
+        click.echo(json.dumps(found, indent=1))
+    else:
+        from .screen import show_checks
+
+        show_checks(checks)
+    if not passed(checks):
+        ctx.exit(FAILED)
 
 
 # --- demo -----------------------------------------------------------------------------------------------------------

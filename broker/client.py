@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import torch
 
-from mmbroker.proto.errors import BrokerError, DeadlineExceeded, InvalidMessage
+from mmbroker.proto.errors import BrokerError, DeadlineExceeded, FeatureError, InvalidMessage
 from mmbroker.proto.form import Form, tensor_form
 from mmbroker.proto.keys import Key, as_key
 from mmbroker.proto.messages import (
@@ -41,8 +41,10 @@ from mmbroker.proto.messages import (
 from mmbroker.proto.messages import Hit as HitResult
 from mmbroker.proto.reference import Reference
 
+from . import cuda
 from .connection import Connection
 from .find import find_instance
+from .gpu import Gpu
 from .handles import Held, Hit, Lease, Slot
 from .link import Link
 from .table import FeatureTable
@@ -116,12 +118,17 @@ class Client:
         self._counting = threading.Lock()
         self._told: dict[str, int] = {}
         self._next_tally = 0.0
+        self._gpus: dict[str, Gpu] = {}  # by UUID
         link.on_granted = self._granted
+        link.on_offered = self._offered
+        link.on_retired = self._retired
+        link.on_device_lease = self._device_lease
         link.on_dismissed = self._dismissed
         link.on_broken = self._broken
         link.on_lost = self._session_lost
         link.on_connected = self._reconnected
         link.on_closing = self._farewell
+        link.on_ended = self._ended
         link.chores = self._chores
 
     # --- writing features -------------------------------------------------------------------------------------------
@@ -140,8 +147,11 @@ class Client:
         """Store a tensor, unless its content (or `key`) is there already, and hold it.
 
         `to`: grant it to every rank of that engine first. `private`: each rank makes a copy of its own that outlives
-        the hold. Raises `TypeError` for what is no tensor, `PoolFull`, `QuotaExceeded`, `NoSuchEngine`,
-        `EngineLagging`, `DigestConflict`, `DeadlineExceeded`, `BrokerLost`.
+        the hold. `tier`: ``host``, or ``device`` for a tensor on the GPU that the broker serves, which stays there; it
+        is copied after what is in torch's current stream by now, and may be changed or freed afterwards.
+
+        Raises `TypeError` for what is no tensor, `PoolFull`, `QuotaExceeded`, `NoSuchEngine`, `EngineLagging`,
+        `DigestConflict`, `FeatureError` for a tensor on another device, `DeadlineExceeded`, `BrokerLost`.
         """
         keys = None if key is None else [key]
         return self._put([Source.one(tensor, modality)], keys, to, tier, private, timeout)[0]
@@ -185,6 +195,8 @@ class Client:
         timeout: float | None,
     ) -> list[Held]:
         self._link.check()
+        if tier == "device":
+            self._check_device(sources)
         deadline = self._deadline(timeout, f"the put of {len(sources)} feature(s)")
         chosen = [source.digest() for source in sources] if keys is None else keys
         items = [Item(as_key(k), source.form) for k, source in zip(chosen, sources, strict=True)]
@@ -205,7 +217,7 @@ class Client:
                     else:
                         pending.append(i)
                 for i, lease in zip(mine, leases, strict=True):
-                    sources[i].write(lease.memory())
+                    lease.write(sources[i])
                 if mine:
                     # Before anything else is waited for: somebody may wait for us.
                     sealed = self._seal(leases, to, private, deadline.left("seal"))
@@ -217,6 +229,22 @@ class Client:
                 self._count(puts=put, hits=put - len(mine), leases=len(mine), bytes_written=written)
                 todo = pending
         return [one for one in held if one is not None]
+
+    def _check_device(self, sources: list[Source]) -> None:
+        """Raise `FeatureError` unless these can be put on the device from here. Makes no context."""
+        served = self._link.device
+        if not served:
+            raise FeatureError(
+                f"the broker at {self.directory} serves no GPU: use tier='host', or start one with --gpu"
+            )
+        driver = cuda.load() if sources else None
+        for tensor in (tensor for source in sources for tensor in source.tensors):
+            home = driver.home(tensor) if driver is not None else ""
+            if home != served:
+                raise FeatureError(
+                    f"the tensor is on {home or 'the CPU'}, and this broker serves {served}: use tier='host', or "
+                    "move the tensor there first"
+                )
 
     @contextmanager
     def _undoing(self, held: list[Held | None]) -> Iterator[list[Lease]]:
@@ -246,6 +274,8 @@ class Client:
     ) -> Hit | Lease:
         """A `Hit` on what is stored under a key, or a `Lease` to write it in place. Errors as for `put`."""
         self._link.check()
+        if tier == "device":
+            self._check_device([])
         deadline = self._deadline(timeout, "get_or_create")
         form = tensor_form(dtype_name(dtype), tuple(operator.index(n) for n in shape), modality)
         while True:
@@ -339,23 +369,25 @@ class Client:
         world: int = 1,
         device: str = "cpu",
         access: str = "copy",
+        lazy: bool = False,
         timeout: float | None = None,
     ) -> FeatureTable:
         """Become rank `rank` of the `world` ranks of an engine; once all are attached, features can be put to it.
 
         `access`: ``copy`` gives each entry memory of its own; ``readonly`` shares it, and a model that writes into its
         input dies. A client has one table at a time.
+
+        `device`: where the tensors shall be, ``cpu``, ``cuda``, ``cuda:N`` or a GPU's UUID. The ways there are tried;
+        `FeatureTable.path` and `status` tell which one works. `lazy`: features go to the device at their first take.
         """
         self._link.check()
         if access not in ("copy", "readonly"):
             raise ValueError(f"access is 'copy' or 'readonly', not {access!r}")
-        if torch.device(device).type != "cpu":
-            raise ValueError(f"this version attaches on device 'cpu' only, not {device!r}")
         if any(table.attached for table in self._tables):
             raise BrokerError(
                 "this client is attached already: close its table first, or connect another client"
             )
-        table = FeatureTable(self._link, engine, rank, world, device, access)
+        table = FeatureTable(self._link, engine, rank, world, device, access, lazy, self._gpu)
         self._tables.append(table)
         try:
             table.attach(timeout)
@@ -445,6 +477,32 @@ class Client:
         if self._tables:
             self._tables[-1].granted(grants)
 
+    def _offered(self, offers: list[Any]) -> None:
+        if self._tables:
+            self._tables[-1].offered(offers)
+
+    def _gpu(self, uuid: str) -> Gpu:
+        """This client's use of a GPU."""
+        found = self._gpus.get(uuid)
+        if found is None:
+            found = self._gpus[uuid] = Gpu(cuda.open_driver(), uuid, self._link)
+        return found
+
+    def _device_lease(self, segment: int) -> None:
+        """A lease on the device has come: its writer shall find the segment mapped."""
+        self._gpu(self._link.device).maps(segment)
+
+    def _retired(self, segments: list[int]) -> None:
+        for gpu in self._gpus.values():
+            gpu.retire(segments)
+
+    def _ended(self) -> None:
+        """The receiver thread's last act."""
+        for table in list(self._tables):
+            table.end()
+        for gpu in self._gpus.values():
+            gpu.close()
+
     def _dismissed(self, holds: list[int]) -> None:
         for table in list(self._tables):
             table.dismissed(holds)
@@ -463,6 +521,8 @@ class Client:
             self._holds.pop(key, None)
         for table in list(self._tables):
             table.lost(session)
+        for gpu in self._gpus.values():
+            gpu.forget()
 
     def _reconnected(self, link: Link) -> None:
         if link.boot != self._boot:
@@ -478,6 +538,8 @@ class Client:
             pause = min(pause, table.chores(now))
             if table.empty:
                 self._tables.remove(table)
+        for gpu in self._gpus.values():
+            gpu.sweep()
         if self._retained:
             pause = _WATCH
             for _ in range(len(self._retained)):
@@ -510,6 +572,9 @@ class Client:
             lease = watch()
             if lease is not None:
                 lease.abort()
+        for gpu in self._gpus.values():
+            gpu.await_copies()
+            gpu.await_readers()
         self._chores(time.monotonic())
         holds = iter([hold for session, hold in list(self._holds) if session == link.session])
         while batch := list(islice(holds, 4096)):

@@ -28,9 +28,9 @@ MIB: Final = 1 << 20
 #: A default host arena is a quarter of the available memory, and at most so many MiB.
 MOST_HOST_MIB: Final = 16 << 10
 #: Settings that this version does not have; asking for one is an error, not a wish.
-_ABSENT: Final = ("gpu", "device_mib", "device_reserve_mib", "device_headroom_mib", "http")
-#: Limits that are set in MiB instead.
-_IN_MIB: Final = ("host_bytes", "segment_bytes")
+_ABSENT: Final = ("http",)
+#: Limits that are set in MiB instead, or found out.
+_IN_MIB: Final = ("host_bytes", "segment_bytes", "device", "device_bytes", "device_reserve_bytes")
 _LIMITS: Final = tuple(field.name for field in fields(Limits) if field.name not in _IN_MIB)
 
 
@@ -41,9 +41,13 @@ class ConfigError(BrokerError):
 class _Own(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The settings that are no limits of the state machine. Sizes in MiB, times in seconds."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = "cpu"
+    name: Annotated[str, Meta(pattern=r"^([A-Za-z0-9_-][A-Za-z0-9._-]*)?$")] = ""
+    gpu: str = ""
     host_mib: Annotated[int, Meta(ge=1)] = 0
     segment_mib: Annotated[int, Meta(ge=1)] = Limits().segment_bytes // MIB
+    device_mib: Annotated[int, Meta(ge=1)] = Limits().device_bytes // MIB
+    device_reserve_mib: Annotated[int, Meta(ge=0)] = 0
+    device_headroom_mib: Annotated[int, Meta(ge=0)] = 2048
     allow_uid: frozenset[Annotated[int, Meta(ge=0, lt=(1 << 32) - 1)]] = frozenset()
 
 
@@ -69,7 +73,21 @@ class Settings(_Own, frozen=True, kw_only=True):
                 own, limits = _with(own, limits, source, name, value)
         if not own.host_mib:
             own = msgspec.structs.replace(own, host_mib=_default_host_mib())
-        sizes = {"host_bytes": own.host_mib * MIB, "segment_bytes": own.segment_mib * MIB}
+        device = _find_gpu(own.gpu) if own.gpu else ""
+        if not own.name:
+            own = msgspec.structs.replace(own, name=device.lower() or "cpu")
+        if own.device_reserve_mib > own.device_mib:
+            raise ConfigError(
+                f"device_reserve_mib ({own.device_reserve_mib}) is more than device_mib ({own.device_mib}): "
+                "the reserve is part of the device arena"
+            )
+        sizes = {
+            "host_bytes": own.host_mib * MIB,
+            "segment_bytes": own.segment_mib * MIB,
+            "device": device,
+            "device_bytes": own.device_mib * MIB,
+            "device_reserve_bytes": own.device_reserve_mib * MIB,
+        }
         return Settings(
             **msgspec.structs.asdict(own),
             path=instance.root(environ) / own.name,
@@ -80,7 +98,7 @@ class Settings(_Own, frozen=True, kw_only=True):
 def _with(own: _Own, limits: Limits, source: str, name: str, value: object) -> tuple[_Own, Limits]:
     """The settings with one of them changed."""
     if name in _ABSENT:
-        raise ConfigError(f"{name} in {source}: this version has no device arena and no web page; remove it")
+        raise ConfigError(f"{name} in {source}: this version has no web page; remove it")
     try:
         if name in _LIMITS:
             limits = msgspec.convert({**asdict(limits), name: value}, Limits, strict=False)
@@ -122,6 +140,16 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
         if text := environ.get(f"MMBROKER_{name.upper()}", ""):
             values[name] = [part.strip() for part in text.split(",")] if name == "allow_uid" else text
     return values
+
+
+def _find_gpu(name: str) -> str:
+    """The UUID of the GPU that is meant."""
+    from . import cuda
+
+    try:
+        return cuda.find_device(name, cuda.open_driver()).uuid
+    except BrokerError as error:
+        raise ConfigError(f"--gpu {name}: {error}; without --gpu the broker has a host arena only") from None
 
 
 def _default_host_mib() -> int:

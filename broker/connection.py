@@ -66,12 +66,14 @@ class Connection:
         self._lock = Lock()
         self._outbox: deque[bytes] = deque()
         self._segments: dict[tuple[int, bool], Mapping | tuple[int, int]] = {}  # or descriptor and size
+        self._fresh: list[int] = []
         check_length(directory)
         self.lifeline = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._dealer: zmq.Socket[bytes] | None = None
         try:
             welcome = self._shake_hands(directory, name, namespace, deadline)
             self.boot, self.session, self.namespace = welcome.boot, welcome.session, welcome.namespace
+            self.device = welcome.device
             self.control_fd = self._open_control(directory, welcome, deadline, context)
         except BaseException:
             self.close()
@@ -246,6 +248,8 @@ class Connection:
         if len(fds) != 1 or message.nbytes <= 0 or key in self._segments:
             raise InvalidMessage(f"segment {message.segment} came with {len(fds)} descriptors, or twice")
         self._segments[key] = (fds[0], message.nbytes)
+        if message.tier == "host" and not message.writable:
+            self._fresh.append(message.segment)
 
     def mapping(self, segment: int, writable: bool) -> Mapping:
         """A segment that the broker has sent. For the receiver thread: it reads the lifeline, and maps."""
@@ -267,6 +271,25 @@ class Connection:
         self._segments[key] = mapping
         os.close(fd)
         return mapping
+
+    def descriptor(self, segment: int) -> tuple[int, int]:
+        """Descriptor and size of a device segment. For the receiver thread."""
+        key = (segment, True)
+        if key not in self._segments:
+            self._await_descriptor(key)
+        found = self._segments[key]
+        if isinstance(found, Mapping):
+            raise InvalidMessage(f"segment {segment} is on the host")
+        return found
+
+    def descriptor_used(self, segment: int) -> None:
+        """A device segment was imported: its descriptor is of no use any more."""
+        os.close(self._segments.pop((segment, True))[0])  # type: ignore[index]
+
+    def fresh_segments(self) -> list[int]:
+        """Host segments that have come since the last call."""
+        fresh, self._fresh = self._fresh, []
+        return [number for number in fresh if (number, False) in self._segments]
 
     def mapped(self, segment: int) -> Mapping:
         """A segment that the receiver thread has mapped for writing. For any thread."""

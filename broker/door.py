@@ -19,9 +19,10 @@ GHOSTS_PER_PROCESS = 16
 class Door:
     """Decides about every hello. `sessions` is how many there may be at once."""
 
-    def __init__(self, instance: str, boot: bytes, sessions: int) -> None:
+    def __init__(self, instance: str, boot: bytes, sessions: int, device: str = "") -> None:
         self._instance = instance
         self._boot = boot
+        self._device = device
         self._sessions = sessions
         self.closed = False
 
@@ -46,7 +47,16 @@ class Door:
                 limit=GHOSTS_PER_PROCESS,
             )
         session, routing = 1 + secrets.randbelow((1 << 63) - 1), secrets.token_bytes(16)
-        return Welcome(PROTOCOL_VERSION, self._boot, session, routing, CONTROL, namespace, self._instance)
+        return Welcome(
+            PROTOCOL_VERSION,
+            self._boot,
+            session,
+            routing,
+            CONTROL,
+            namespace,
+            self._instance,
+            self._device,
+        )
 
     def _namespace(self, uid: int, hello: Hello) -> str:
         own = f"uid-{uid}"

@@ -153,6 +153,11 @@ class Limits:
     lagging_after: float = 2.0  # a rank that has not acknowledged for so long is lagging
     producer_grace: float = 30.0  # how long a dead producer's holds go on
     segment_linger: float = 10.0  # how long an empty segment is kept
+    device: str = ""  # UUID of the GPU that is served; empty: none
+    device_bytes: int = 1 << 30
+    device_reserve_bytes: int = 0  # taken at the start and never given back
+    device_linger: float = 10.0  # how long a device replica without grants is kept
+    device_segment_linger: float = 2.0  # how long an empty device segment is kept
     grow_retry: float = 1.0  # how long after a refused segment no other is asked for
     cached_features: int = 65536  # idle features that are remembered
     parts_per_call: int = 8192  # parts of all features of one call together

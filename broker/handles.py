@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +16,9 @@ from mmbroker.proto.messages import Abort, Leased
 from mmbroker.proto.reference import Reference
 
 from .connection import Connection
-from .tensors import export, layout
+from .cuda import DriverError
+from .gpu import Gpu, Place
+from .tensors import Source, export, layout
 
 if TYPE_CHECKING:
     from .client import Client
@@ -73,11 +77,18 @@ class Slot(NamedTuple):
     lease: int
     session: int
     exporter: weakref.ref[Any] | None
+    gpu: Gpu | None  # if it is on the device
+    fences: deque[int]  # events of work that may write it
 
     @property
     def retained(self) -> bool:
-        """Is a tensor over the slot still alive?"""
-        return self.exporter is not None and self.exporter() is not None
+        """Is a tensor over the slot still alive, or work that writes it?"""
+        if self.exporter is not None and self.exporter() is not None:
+            return True
+        try:
+            return self.gpu is not None and not self.gpu.passed(self.fences)
+        except DriverError:
+            return True  # nobody will ever know
 
 
 class Lease:
@@ -107,6 +118,9 @@ class Lease:
         self._private = private
         self._tensors: list[torch.Tensor] | None = None
         self._exporter: weakref.ref[Any] | None = None
+        on_device = leased.tier == "device" and leased.segment
+        self._gpu = client._gpu(connection.device) if on_device else None
+        self._touched = False  # our streams may be writing it
 
     @property
     def lease(self) -> Lease:
@@ -117,7 +131,11 @@ class Lease:
     def tensor(self) -> torch.Tensor:
         """The slot as a tensor of the feature's dtype and shape, to be written."""
         self.check()
-        if self._tensors is None:
+        if self._tensors is None and self._gpu is not None:
+            self._tensors, self._exporter = self._gpu.build(
+                layout(self.form), self._place(self._gpu), self.form.nbytes
+            )
+        elif self._tensors is None:
             self._tensors, exporter = export(layout(self.form), self.memory())
             self._exporter = weakref.ref(exporter)
         return self._tensors[0]
@@ -127,6 +145,18 @@ class Lease:
         if not self.form.nbytes:
             return memoryview(bytearray())
         return self.connection.mapped(self._leased.segment).view(self._leased.offset, self.form.nbytes)
+
+    def _place(self, gpu: Gpu) -> Place:
+        """The slot on the device."""
+        self._touched = True
+        return gpu.mapped(self._leased.segment, self._leased.offset, self.connection.session)
+
+    def write(self, source: Source) -> None:
+        """Copy the whole feature into the slot. Waits until it is there."""
+        if self._gpu is not None:
+            self._gpu.write(self._place(self._gpu), source.tensors, layout(self.form))
+        else:
+            source.write(self.memory())
 
     def check(self) -> None:
         """Raise unless the slot is still to be written by us."""
@@ -142,9 +172,12 @@ class Lease:
     def seal(self, timeout: float | None = None) -> Held:
         """Make the content visible, and grant it to the engine that the lease was made for.
 
-        A tensor over the slot that is still alive must not be written any more.
+        A tensor over the slot that is still alive must not be written any more. On the device, this waits for what is
+        in torch's current stream by now: write there, or wait for other streams first.
         """
         self.check()
+        if self._gpu is not None:
+            self._gpu.finish()
         held = self._client._seal([self], self._to, self._private, timeout)[0]
         self.held = held
         return held
@@ -152,13 +185,17 @@ class Lease:
     def abort(self) -> None:
         """Give the slot back unwritten. Idempotent, never waits."""
         if not self.closed:
-            self._client._lease_over(self.end(), [Abort([self.number])])
+            slot = self.end()
+            if self._gpu is not None and self._touched:
+                with suppress(DriverError):
+                    slot.fences.extend([*self._gpu.fences(), self._gpu.fence(None)])
+            self._client._lease_over(slot, [Abort([self.number])])
 
     def end(self) -> Slot:
         """The slot is no longer to be written by us: let go of our own tensor over it."""
         self.closed = True
         self._tensors = None
-        return Slot(self.number, self.connection.session, self._exporter)
+        return Slot(self.number, self.connection.session, self._exporter, self._gpu, deque())
 
     def __del__(self) -> None:
         self.abort()

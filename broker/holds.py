@@ -9,15 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import count
 
-from mmbroker.proto.messages import Failed, Reply
+from mmbroker.proto.messages import DevicePlace, Failed, Reply
 
 from .books import Books
-from .records import Engine, Feature, Hold, Rank, Session, Ticket
+from .records import Engine, Feature, Hold, Lease, Rank, Session, Ticket
+from .replicas import Replicas
+from .room import Room
+
+#: States in which the broker still waits for a rank's acknowledgement.
+AWAITED = (Rank.GRANTED, Rank.DEFERRED)
 
 
 class Holds:
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, device: Room | None) -> None:
+        """`device`: the room on the device that the broker serves, if it serves one."""
         self.books = books
+        self.replicas = Replicas(books, device, self._grant) if device is not None else None
         self.open: dict[int, Hold] = {}
         self._numbers = count(1)
 
@@ -35,24 +42,32 @@ class Holds:
         owner.holds[hold.number] = hold
         books.charge(engine, feature)
         books.counters["holds"] += 1
-        if engine is not None:
-            grant = hold.grant(books.boot)
-            for number in engine.ranks.values():
-                session = books.sessions[number]
-                hold.ranks[number] = Rank.GRANTED
-                session.grants[hold.number] = hold
+        for number in engine.ranks.values() if engine is not None else ():
+            session = books.sessions[number]
+            session.grants[hold.number] = hold
+            place = self.replicas.place(hold, session, now) if self.replicas is not None else None
+            if isinstance(place, Rank):
+                hold.ranks[number] = place
                 session.unacked[hold.number] = now
-                books.send(session, feature.slot, writable=False)
-                books.out.grant(number, grant)
-                books.counters["grants"] += 1
+            else:
+                self._grant(hold, session, place, now)
         return hold
+
+    def _grant(self, hold: Hold, session: Session, place: DevicePlace | None, now: float) -> None:
+        """Tell a rank about a hold, and where the bytes are."""
+        books = self.books
+        hold.ranks[session.number] = Rank.GRANTED
+        session.unacked[hold.number] = now
+        books.send(session, hold.feature.slot, writable=False)
+        books.out.grant(session.number, hold.grant(books.boot, place))
+        books.counters["grants"] += 1
 
     def answer_when_acked(
         self, session: Session, seq: int, engine: Engine | None, holds: list[Hold], answer: Callable[[], Reply],
         undo: Callable[[float], None], now: float, deadline: float,
     ) -> None:  # fmt: skip
         """Answer a call as soon as every rank has acknowledged its holds, or at its deadline with `EngineLagging`."""
-        missing = sum(rank is Rank.GRANTED for hold in holds for rank in hold.ranks.values())
+        missing = sum(rank in AWAITED for hold in holds for rank in hold.ranks.values())
         if engine is None or not missing:
             self.books.respond(session, seq, answer())
             return
@@ -61,6 +76,20 @@ class Holds:
             hold.ticket = ticket
         session.tickets[seq] = ticket
         ticket.timer = self.books.timers.at(deadline, lambda at: self._late(ticket, at))
+
+    def unreachable(self, features: Iterable[Feature | Lease], engine: Engine) -> Failed | None:
+        """Why an engine cannot be granted these: they are on a device only, and one of its ranks is not on it."""
+        if all(feature.slot.tier == "host" for feature in features):
+            return None
+        for rank, number in engine.ranks.items():
+            session = self.books.sessions[number]
+            if not session.gpu:
+                text = (
+                    f"the feature is on {self.books.limits.device} only, and rank {rank} of engine {engine.name!r} "
+                    f"is on {session.device}: put it with tier='host'"
+                )
+                return Failed("FeatureError", text)
+        return None
 
     def drop(self, session: Session, numbers: Iterable[int], now: float) -> None:
         """The producer's word that holds are over."""
@@ -81,8 +110,12 @@ class Holds:
             hold.expiry.cancel()
         if hold.owner is not None:
             self.books.sessions[hold.owner].holds.pop(hold.number, None)
-        for number, rank in hold.ranks.items():
-            if rank is not Rank.DETACHED:
+        for number, rank in list(hold.ranks.items()):
+            if rank is Rank.DEFERRED:  # it never heard of the hold
+                session = self.books.sessions[number]
+                del hold.ranks[number], session.grants[hold.number]
+                session.unacked.pop(hold.number, None)
+            elif rank is not Rank.DETACHED:
                 self.books.out.dismiss(number, hold.number)
         self._close_if_settled(hold, now)
 
@@ -119,20 +152,24 @@ class Holds:
             rank = hold.ranks.pop(session.number)
             session.unacked.pop(number, None)
             self.books.counters["settled"] += 1
-            if rank is Rank.GRANTED:
+            if self.replicas is not None:
+                self.replicas.release(session, number, now)
+            if rank in AWAITED:
                 self._refused(hold, session, "it let go before it acknowledged")
                 self._heard(hold, now)
             self._close_if_settled(hold, now)
 
     def detach(self, session: Session, now: float) -> None:
         """Nobody waits for this rank's word any more, but its process may still read what it was granted."""
-        waiting = [hold for hold in session.grants.values() if hold.ranks[session.number] is Rank.GRANTED]
+        waiting = [hold for hold in session.grants.values() if hold.ranks[session.number] in AWAITED]
         for hold in session.grants.values():
             hold.ranks[session.number] = Rank.DETACHED
         session.unacked.clear()
         for hold in waiting:
             if hold.ticket is not None:
                 self._lost(hold.ticket, session, now)
+        if self.replicas is not None:
+            self.replicas.loader_ended(session, now)
 
     def orphan(self, session: Session, now: float) -> None:
         """A producer has ended: what it was still asking for is over, what it may have sent goes on for a while."""
@@ -214,7 +251,7 @@ class Holds:
                 (sessions[number].rank, sessions[number].pid)
                 for hold in ticket.holds
                 for number, rank in hold.ranks.items()
-                if rank is Rank.GRANTED
+                if rank in AWAITED
             }
         )
         ranks = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in silent)

@@ -33,10 +33,10 @@ class Leases:
         session.leases[lease.number] = lease
         books.flights.setdefault(place, []).append(lease)
         if engine is not None:
-            engine.in_flight += slot.nbytes
+            engine.in_flight[slot.tier] += slot.nbytes
         books.send(session, slot, writable=True)
         books.counters["leases"] += 1
-        return Leased(lease.number, slot.segment, slot.offset, slot.generation)
+        return Leased(lease.number, slot.segment, slot.offset, slot.generation, slot.tier)
 
     def seal(
         self, session: Session, seq: int, call: Seal, engine: Engine | None, now: float, deadline: float
@@ -63,6 +63,10 @@ class Leases:
                 self.abort(session, [number], now)
                 books.counters["conflicts"] += 1
                 books.respond(session, seq, conflict(first, lease.form.nbytes))
+                return
+            sealing_into = taken or lease
+            if engine is not None and (refusal := self.holds.unreachable([sealing_into], engine)):
+                books.respond(session, seq, refusal)
                 return
         sealed: list[Hold] = []
         for sealing in call.leases:
@@ -133,7 +137,7 @@ class Leases:
         del self.open[lease.number]
         del session.leases[lease.number]
         if lease.engine is not None:
-            lease.engine.in_flight -= lease.slot.nbytes
+            lease.engine.in_flight[lease.slot.tier] -= lease.slot.nbytes
             self.books.stirred = True
         writing = self.books.flights[lease.place]
         writing.remove(lease)

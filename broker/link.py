@@ -12,11 +12,14 @@ import select
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import zmq
 
@@ -50,6 +53,8 @@ from mmbroker.proto.messages import (
     Hit,
     Leased,
     Lookup,
+    Offer,
+    Offered,
     Released,
     Reply,
     Retired,
@@ -62,6 +67,8 @@ from .connection import Connection, start_command
 from .mapping import Mapping
 
 _log = logging.getLogger("mmbroker")
+
+T = TypeVar("T")
 
 #: How much longer than the broker a caller waits, in seconds: the broker's own answer says more than ours.
 _ANSWER_GRACE: Final = 0.1
@@ -110,15 +117,20 @@ class Link:
         self.reconnects = 0
         self.late_answers = 0
         self.on_granted: Callable[[list[Grant]], None] = _ignore
+        self.on_offered: Callable[[list[Offer]], None] = _ignore
+        self.on_retired: Callable[[list[int]], None] = _ignore
+        self.on_device_lease: Callable[[int], None] = _ignore
         self.on_dismissed: Callable[[list[int]], None] = _ignore
         self.on_broken: Callable[[list[int]], None] = _ignore
         self.on_connected: Callable[[Link], None] = _ignore
         self.on_lost: Callable[[int], None] = _ignore
         self.on_closing: Callable[[Link], None] = _ignore
+        self.on_ended: Callable[[], None] = lambda: None
         self.chores: Callable[[float], float] = lambda now: _TICK
         self._asked_namespace = namespace
         self._numbers = count(1)
         self._waiting: dict[int, _Waiter] = {}
+        self._jobs: deque[Callable[[], None]] = deque()
         self._closing = False
         self._closed = False
         self._end = threading.Lock()
@@ -171,6 +183,11 @@ class Link:
     @property
     def namespace(self) -> str:
         return self._connection.namespace
+
+    @property
+    def device(self) -> str:
+        """UUID of the GPU that the broker serves; empty: none."""
+        return self._connection.device
 
     @property
     def backlog(self) -> int:
@@ -252,11 +269,35 @@ class Link:
         """The map of a segment that a grant has named. For hooks."""
         return self._connection.mapping(number, writable)
 
+    def descriptor(self, number: int) -> tuple[int, int]:
+        """Descriptor and size of a device segment that a grant has named. For hooks, followed by `descriptor_used`."""
+        return self._connection.descriptor(number)
+
+    def descriptor_used(self, number: int) -> None:
+        self._connection.descriptor_used(number)
+
+    def fresh_segments(self) -> list[int]:
+        """Host segments that have come since the last call. For hooks."""
+        return self._connection.fresh_segments()
+
     def wake(self) -> None:
         """Let the receiver thread do its chores now."""
         with self._end:
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
+
+    def run(self, job: Callable[[], T], timeout: float) -> T:
+        """What `job` returns, called in the receiver thread; raises what it raises, or `DeadlineExceeded`."""
+        if threading.current_thread() is self._thread:
+            return job()
+        self.check()
+        future: Future[T] = Future()
+        self._jobs.append(lambda: _fulfil(future, job))
+        self.wake()
+        try:
+            return future.result(timeout)
+        except FutureTimeout:
+            raise DeadlineExceeded(f"the client's receiver thread was busy for {timeout:g} s") from None
 
     def close(self) -> None:
         """End the session and the thread. Idempotent; does nothing in a forked child."""
@@ -282,6 +323,10 @@ class Link:
             self.connected = False
             self._connection.close()
             self._fail_all(BrokerUnavailable("this client was closed"))
+            try:
+                self.on_ended()
+            except Exception:
+                _log.exception("mmbroker client %s: giving things back failed", self.name)
             self._context.term()
             mapping.remove_sweeper(self)
             with self._end:
@@ -364,6 +409,8 @@ class Link:
 
     def _do_chores(self) -> float:
         mapping.sweep()
+        while self._jobs:
+            self._jobs.popleft()()
         try:
             return min(_TICK, self.chores(time.monotonic()))
         except Exception:
@@ -398,12 +445,15 @@ class Link:
             self._answer(connection, message)
         elif isinstance(message, Granted):
             self.on_granted(message.grants)
+        elif isinstance(message, Offered):
+            self.on_offered(message.offers)
         elif isinstance(message, Dismissed):
             self.on_dismissed(message.holds)
         elif isinstance(message, Broken):
             self.on_broken(message.leases)
         elif isinstance(message, Retired):
             connection.forget(message.segments)
+            self.on_retired(message.segments)
 
     def _answer(self, connection: Connection, answer: Answer) -> None:
         body = answer.body
@@ -412,7 +462,10 @@ class Link:
             try:
                 for result in body.results:
                     if isinstance(result, Leased) and result.segment:
-                        connection.mapping(result.segment, True)
+                        if result.tier == "host":
+                            connection.mapping(result.segment, True)
+                        else:
+                            self.on_device_lease(result.segment)
             except BrokerLost:
                 raise
             except BrokerError as failure:
@@ -449,6 +502,13 @@ class Link:
 
 def _ignore(_: object) -> None:
     pass
+
+
+def _fulfil(future: Future[T], job: Callable[[], T]) -> None:
+    try:
+        future.set_result(job())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def describe(body: Body) -> str:

@@ -11,6 +11,7 @@ import ctypes
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from mmbroker.proto.errors import InvalidMessage
@@ -32,6 +33,8 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 #: Maps whose last view has died: address, size and the process that made them.
 _dead: deque[tuple[int, int, int]] = deque()
 _sweepers: list[object] = []
+#: What to do before a map is taken apart, by its address.
+_undo: dict[int, Callable[[], None]] = {}
 
 
 def copy(target: memoryview, source: int) -> None:
@@ -61,6 +64,7 @@ class Mapping:
         self.nbytes = nbytes
         self.writable = bool(prot & _PROT_WRITE)
         self._whole = memoryview(region).cast("B")
+        self._address = address
 
     @classmethod
     def of(cls, fd: int, nbytes: int, writable: bool) -> Mapping:
@@ -76,6 +80,10 @@ class Mapping:
     def private(cls, nbytes: int) -> Mapping:
         """Memory of this process alone."""
         return cls(-1, nbytes, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE | _MAP_ANONYMOUS)
+
+    def before_unmap(self, undo: Callable[[], None]) -> None:
+        """Have the sweeper call `undo` just before it takes the map apart."""
+        _undo[self._address] = undo
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Bytes `offset` to `offset + nbytes`; the map stays at least as long as the view, and views of it."""
@@ -103,7 +111,10 @@ def sweep() -> None:
             address, nbytes, pid = _dead.popleft()
         except IndexError:  # another sweeper was faster
             return
+        undo = _undo.pop(address, None)
         if pid == os.getpid():  # a forked child has no such map, and perhaps something else at this address
+            if undo is not None:
+                undo()
             _munmap(address, nbytes)
 
 

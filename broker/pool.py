@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
 
 from .arena.allocator import Allocator, round_up
 
@@ -17,6 +16,7 @@ class Slot:
     offset: int
     nbytes: int  # whole pages
     generation: int
+    tier: str = "host"
 
 
 @dataclass(slots=True, eq=False)
@@ -27,25 +27,36 @@ class Segment:
     ready: bool = False
     retired: bool = False  # nothing new is put here, because a writer that cannot be traced may still write
     pinned: int = 0  # slots that must stay: everything but idle features
+    reserved: bool = False  # taken at the start, and never given back
     abandoned: int = 0  # slots that will never be given back
     empty_since: float | None = None
     watched: bool = False  # a timer will look whether it is still empty
-    features: set[int] = field(default_factory=set)  # sealed ones, by number
     sessions: set[int] = field(default_factory=set)  # that were sent its descriptor
 
 
 class Pool:
     """All segments of a tier, in one arena for each namespace, under one limit in bytes."""
 
-    def __init__(self, limit: int, segment_bytes: int) -> None:
+    def __init__(
+        self,
+        tier: str,
+        limit: int,
+        segment_bytes: int,
+        linger: float,
+        numbers: Iterator[int],
+        generations: Iterator[int],
+    ) -> None:
+        """`numbers` and `generations` are shared by all tiers of a broker: they name segments and slots for good."""
+        self.tier = tier
         self.limit = limit
         self.segment_bytes = segment_bytes
+        self.linger = linger  # seconds that an empty segment is kept
         self.segments: dict[int, Segment] = {}
         self.capacity = 0  # bytes of all segments, the growing ones included
         self.used = 0  # bytes of all slots
         self.idle = 0  # of these, bytes of features that could be evicted
-        self._numbers = count(1)
-        self._generations = count(1)
+        self._numbers = numbers
+        self._generations = generations
 
     @property
     def held(self) -> int:
@@ -53,20 +64,21 @@ class Pool:
         return self.used - self.idle
 
     def arena(self, namespace: str) -> Iterator[Segment]:
+        """The namespace's segments that take new slots."""
         return (s for s in self.segments.values() if s.namespace == namespace and not s.retired)
 
     def allocate(self, namespace: str, nbytes: int) -> Slot | None:
         """A slot of `nbytes` in a segment that is there; None if no free run is long enough."""
         generation = next(self._generations)
         if nbytes == 0:
-            return Slot(0, 0, 0, generation)
+            return Slot(0, 0, 0, generation, self.tier)
         for segment in self.arena(namespace):
             if segment.ready and (offset := segment.allocator.alloc(nbytes)) is not None:
                 size = round_up(nbytes)
                 self.used += size
                 segment.pinned += 1
                 segment.empty_since = None
-                return Slot(segment.number, offset, size, generation)
+                return Slot(segment.number, offset, size, generation, self.tier)
         return None
 
     def free(self, slot: Slot, now: float) -> None:
@@ -102,8 +114,16 @@ class Pool:
         size = max(min(self.segment_bytes, room), round_up(nbytes))
         return size if 0 < size <= room else None
 
+    def adopt(self, namespace: str, nbytes: int) -> bool:
+        """Give the namespace a segment of the reserve, which nobody has used yet."""
+        for segment in self.segments.values():
+            if not segment.namespace and segment.ready and segment.allocator.nbytes >= nbytes:
+                segment.namespace = namespace
+                return True
+        return False
+
     def grow(self, namespace: str, size: int) -> Segment:
-        """Enter a segment that is not there yet; `ready` is set once it is."""
+        """Enter a segment that is not there yet; `ready` is set once it is. Without a namespace it is reserve."""
         segment = Segment(next(self._numbers), namespace, Allocator(size))
         self.segments[segment.number] = segment
         self.capacity += size

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mmbroker.proto.form import Form
 from mmbroker.proto.keys import Key
-from mmbroker.proto.messages import Grant, Item, Reply
+from mmbroker.proto.messages import DevicePlace, Grant, Item, Reply
 from mmbroker.proto.reference import Reference
 
 from .pool import Slot
@@ -45,15 +45,32 @@ class Feature:
     hits: int = 0
     rested: int = 0  # when it became idle, as a running number: the lowest was used least recently
     tainted: bool = False  # a process that cannot be traced may read it for ever: its slot is never reused
+    replica: Replica | None = None  # its copy on the device, if its own slot is on the host
 
     @property
     def pinned(self) -> bool:
         return bool(self.holds or self.pins)
 
 
+@dataclass(slots=True, eq=False)
+class Replica:
+    """The device copy of a host feature. `loader` copies it; the others get it when it is loaded."""
+
+    feature: Feature
+    slot: Slot
+    loader: int  # session
+    ready: bool = False
+    pins: set[tuple[int, int]] = field(default_factory=set)  # (hold, session) of the grants that name it
+    waiting: list[tuple[Hold, int]] = field(default_factory=list)  # grants held back until it is loaded
+    rested: int = 0
+    tainted: bool = False
+    timer: Timer | None = None
+
+
 class Rank(enum.Enum):
     """What a rank has said about a grant. A rank that has settled is struck off the hold."""
 
+    DEFERRED = "deferred"  # not granted yet: another session is loading the replica
     GRANTED = "granted"
     ACKED = "acked"
     DETACHED = (
@@ -84,10 +101,10 @@ class Hold:
             form.parts,
         )  # fmt: skip
 
-    def grant(self, boot: bytes) -> Grant:
-        slot = self.feature.slot
+    def grant(self, boot: bytes, place: DevicePlace | None) -> Grant:
+        slot, modality = self.feature.slot, self.feature.form.modality
         return Grant(
-            self.reference(boot), self.feature.form.modality, slot.segment, slot.offset, self.private
+            self.reference(boot), modality, slot.segment, slot.offset, self.private, slot.tier, place
         )
 
 
@@ -99,7 +116,8 @@ class Engine:
     namespace: str
     world: int
     ranks: dict[int, int] = field(default_factory=dict)  # rank -> session
-    in_flight: int = 0  # bytes of the features that it holds, each counted once, and of leases meant for it
+    #: Bytes by tier of the features that it holds, each counted once, and of leases meant for it.
+    in_flight: Counter[str] = field(default_factory=Counter)
     uses: dict[int, int] = field(default_factory=dict)  # feature number -> holds
 
     @property
@@ -144,6 +162,7 @@ class Request:
     private: bool
     since: float
     nbytes: int  # whole pages of its distinct items
+    tier: str
     lookup: bool = False
     patient: bool = True  # False: it has waited for content keys' writers long enough
     reason: Wait = Wait.ROOM
@@ -176,6 +195,11 @@ class Session:
     rank: int = 0
     device: str = ""
     access: str = ""
+    path: str = ""
+    why: str = ""  # what failed on a better path
+    gpu: bool = False  # its tensors are on the device that this broker serves
+    lazy: bool = False  # loads at the first take
+    replicas: dict[int, Replica] = field(default_factory=dict)  # by hold, of its grants
     requests: dict[int, Request] = field(default_factory=dict)  # by seq
     tickets: dict[int, Ticket] = field(default_factory=dict)  # by seq
     answers: OrderedDict[int, Reply] = field(default_factory=OrderedDict)

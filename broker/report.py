@@ -14,21 +14,12 @@ if TYPE_CHECKING:
 def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
     """Bytes are whole pages; ages are in seconds."""
     books = broker.books
-    pool = books.pool
     living = [s for s in books.sessions.values() if not s.ended]
     ghosts = [s for s in books.sessions.values() if s.ended]
     return {
         "draining": broker.halting,
-        "pool": {
-            "tier": "host",
-            "limit": pool.limit,
-            "capacity": pool.capacity,
-            "used": pool.used,
-            "idle": pool.idle,
-            "held": pool.held,
-            "watermark": books.limits.watermark,
-            "growth_blocked": broker.admission.room.blocked,
-        },
+        "pool": _pool(broker, "host"),
+        "device": _pool(broker, "device") | _device(broker) if "device" in books.pools else None,
         "arenas": _arenas(broker),
         "features": len(books.features),
         "features_idle": books.idle_count,
@@ -49,12 +40,37 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
     }
 
 
+def _pool(broker: Broker, tier: str) -> dict[str, Any]:
+    pool = broker.books.pools[tier]
+    return {
+        "tier": tier,
+        "limit": pool.limit,
+        "capacity": pool.capacity,
+        "used": pool.used,
+        "idle": pool.idle,
+        "held": pool.held,
+        "watermark": broker.limits.watermark if tier == "host" else 0.0,
+        "growth_blocked": broker.rooms[tier].blocked,
+    }
+
+
+def _device(broker: Broker) -> dict[str, Any]:
+    replicas = broker.holds.replicas
+    found = [f.replica for f in broker.books.features.values() if f.replica is not None]
+    return {
+        "uuid": broker.limits.device,
+        "replicas": len(found),
+        "loading": sum(not replica.ready for replica in found),
+        "wanting": len(replicas.wanting) if replicas is not None else 0,
+    }
+
+
 def _arenas(broker: Broker) -> list[dict[str, Any]]:
-    arenas: dict[str, dict[str, Any]] = {}
-    for segment in broker.books.pool.segments.values():
+    arenas: dict[tuple[str, str], dict[str, Any]] = {}
+    for tier, segment in [(t, s) for t, pool in broker.books.pools.items() for s in pool.segments.values()]:
         arena = arenas.setdefault(
-            segment.namespace,
-            {"tier": "host", "namespace": segment.namespace, "segments": 0, "growing": 0, "retired": 0, "bytes": 0,
+            (tier, segment.namespace),
+            {"tier": tier, "namespace": segment.namespace, "segments": 0, "growing": 0, "retired": 0, "bytes": 0,
              "used": 0, "largest_free": 0},
         )  # fmt: skip
         arena["segments"] += 1
@@ -98,6 +114,8 @@ def _engine(broker: Broker, engine: Engine, now: float) -> dict[str, Any]:
                 "name": session.name,
                 "pid": session.pid,
                 "device": session.device,
+                "path": session.path,
+                "why": session.why,
                 "access": session.access,
                 "grants": len(session.grants),
                 "unacked": len(session.unacked),
@@ -111,7 +129,8 @@ def _engine(broker: Broker, engine: Engine, now: float) -> dict[str, Any]:
         "namespace": engine.namespace,
         "world": engine.world,
         "complete": engine.complete,
-        "in_flight": engine.in_flight,
+        "in_flight": engine.in_flight["host"],
+        "in_flight_device": engine.in_flight["device"],
         "features": len(engine.uses),
         "budget": broker.books.budget(),
         "ranks": ranks,

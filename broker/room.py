@@ -1,33 +1,32 @@
-"""Room: slots for a whole batch, by eviction and by growth, or none at all. Decides nothing about order."""
+"""Room: slots for a whole batch in one tier, by eviction and by growth, or none at all. Decides nothing about order."""
 
 from __future__ import annotations
 
-from mmbroker.proto.messages import Item
-
 from .arena.allocator import round_up
-from .books import Books
+from .books import DEVICE_PAGE, Books
 from .events import Grow
-from .pool import Segment, Slot
+from .pool import Pool, Segment, Slot
 from .records import Feature
 
 
 class Room:
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, pool: Pool) -> None:
         self.books = books
+        self.pool = pool
         self.blocked = ""  # why no segment can be had at present
 
     def allocate(
-        self, namespace: str, items: list[Item], hits: list[Feature], now: float
+        self, namespace: str, sizes: list[int], hits: list[Feature], now: float
     ) -> list[Slot] | None:
-        """Slots for all items, or none at all. Evicts what is idle, except `hits`; asks for a segment if need be."""
+        """Slots for all sizes (bytes), or none. Evicts what is idle, except `hits`; asks for a segment if need be."""
         books = self.books
-        sizes = [round_up(item.form.nbytes) for item in items]
+        sizes = [round_up(nbytes) for nbytes in sizes]
         need = sum(sizes)
         stirred = books.stirred  # what is evicted here is for this request, and no news to those behind it
         resting = [feature for feature in hits if not feature.pinned]
         for feature in resting:
             books.wake(feature)
-        slots = self._all(namespace, sizes, now) if need <= books.pool.limit - books.pool.held else None
+        slots = self._all(namespace, sizes, now) if need <= self.pool.limit - self.pool.held else None
         for feature in resting:
             books.rest(feature, now)
         books.stirred = stirred
@@ -43,21 +42,23 @@ class Room:
             if slot is None:
                 for taken in slots.values():
                     self.books.unallocate(taken, now)
-                if not self.books.pool.growing(namespace):
+                if not self.pool.growing(namespace):
                     self._clear(namespace, sum(sizes), now)
                 return None
             slots[at] = slot
         return [slots[at] for at in range(len(sizes))]
 
     def _one(self, namespace: str, nbytes: int, now: float) -> Slot | None:
-        books, pool = self.books, self.books.pool
+        books, pool = self.books, self.pool
         slot = pool.allocate(namespace, nbytes)
         if slot is not None or pool.growing(namespace, nbytes):
             return slot
+        if pool.adopt(namespace, nbytes):
+            return pool.allocate(namespace, nbytes)
         if self._grow(namespace, nbytes):
             return None
         if any(s.ready and s.allocator.nbytes >= nbytes for s in pool.arena(namespace)):
-            while resting := books.idle.get(namespace):
+            while resting := books.idle.get((pool.tier, namespace)):
                 books.evict(next(iter(resting.values())), "room", now)
                 slot = pool.allocate(namespace, nbytes)
                 if slot is not None:
@@ -67,48 +68,58 @@ class Room:
 
     def _clear(self, namespace: str, nbytes: int, now: float) -> None:
         """Have a segment for so much made in place of others that hold nothing but idle features, if that is enough."""
-        pool = self.books.pool
-        loose = [s for s in pool.segments.values() if s.ready and not s.pinned and not s.retired]
-        if self.blocked or pool.limit - pool.capacity + sum(s.allocator.nbytes for s in loose) < nbytes:
+        pool, need = self.pool, self._whole(nbytes)
+        loose = [s for s in pool.segments.values() if s.ready and not (s.pinned or s.retired or s.reserved)]
+        if self.blocked or pool.limit - pool.capacity + sum(s.allocator.nbytes for s in loose) < need:
             return
         for segment in loose:
-            if pool.limit - pool.capacity < nbytes and segment.number in pool.segments:
-                self._empty(segment, now)
+            if pool.limit - pool.capacity < need and segment.number in pool.segments:
+                self.books.empty(pool, segment, "room", now)
+                if segment.number in pool.segments:  # else a tainted feature has taken it along
+                    self.books.discard(pool, segment)
         self._grow(namespace, nbytes)
 
-    def _empty(self, segment: Segment, now: float) -> None:
-        """Evict everything from a segment that has nothing but idle features, and give it back."""
-        while segment.features:
-            self.books.evict(self.books.numbered[next(iter(segment.features))], "room", now)
-        if segment.number in self.books.pool.segments:  # else a tainted one has taken it along
-            self.books.discard(segment)
+    def _whole(self, nbytes: int) -> int:
+        page = DEVICE_PAGE if self.pool.tier == "device" else 1
+        return -(-round_up(nbytes) // page) * page
 
     def _grow(self, namespace: str, nbytes: int) -> bool:
-        size = None if self.blocked else self.books.pool.next_size(nbytes)
+        size = None if self.blocked else self.pool.next_size(self._whole(nbytes))
         if size is None:
             return False
-        segment = self.books.pool.grow(namespace, size)
-        self.books.counters["segments_grown"] += 1
-        self.books.out.add(Grow(segment.number, "host", size))
+        self._ask(namespace, size)
         return True
+
+    def _ask(self, namespace: str, size: int) -> Segment:
+        segment = self.pool.grow(namespace, size)
+        self.books.counters["segments_grown"] += 1
+        self.books.out.add(Grow(segment.number, self.pool.tier, size))
+        return segment
 
     def _grow_ahead(self, namespace: str) -> None:
         """Have the next segment on its way before somebody has to wait for it."""
-        pool = self.books.pool
+        pool = self.pool
         free = max((s.allocator.largest_free for s in pool.arena(namespace)), default=0)
         if free < pool.segment_bytes // 4 and not pool.growing(namespace):
             self._grow(namespace, pool.segment_bytes // 4)
 
+    def reserve(self, nbytes: int) -> None:
+        """Take segments that are never given back; the first namespace that needs one gets it."""
+        while nbytes > 0 and (size := self.pool.next_size(min(self._whole(nbytes), self.pool.segment_bytes))):
+            self._ask("", size).reserved = True
+            nbytes -= size
+
     def segment_ready(self, number: int, now: float) -> None:
-        segment = self.books.pool.segments[number]
+        segment = self.pool.segments[number]
         segment.ready = True
         segment.empty_since = now
-        self.books.watch_empty(segment, now)
+        self.books.watch_empty(self.pool, segment)
+        self.books.announce(self.pool, segment)
         self.books.stirred = True
 
     def segment_failed(self, number: int, reason: str, now: float) -> None:
         """No segment can be had: what waits is told at its deadline, or at once if it can never fit what there is."""
-        self.books.pool.remove(number)
+        self.pool.remove(number)
         self.books.counters["segments_refused"] += 1
         self.blocked = reason
         self.books.timers.at(now + self.books.limits.grow_retry, self._unblock)

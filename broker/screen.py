@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .check import BROKEN, Check
+
 
 def size(nbytes: float) -> str:
     """Bytes for people: three digits are enough."""
@@ -57,6 +59,17 @@ def table(title: str, *columns: str) -> Table:
 def console() -> Console:
     """Standard output; 80 columns where nobody says how many there are."""
     return Console(highlight=False, emoji=False)
+
+
+def show_checks(checks: Iterable[Check], to: Console | None = None) -> None:
+    """Print what the doctor found, and what to do about it."""
+    made = table("", "check", "", "~found")
+    for check in checks:
+        state = check.state.upper() if check.state == BROKEN else check.state
+        made.add_row(check.name, state, Text(check.found))
+        if check.advice:
+            made.add_row("", "", Text(f"-> {check.advice}", style="bold"))
+    (to or console()).print(made)
 
 
 def show_status(report: Mapping[str, Any], to: Console | None = None) -> None:

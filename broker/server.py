@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, Final
@@ -36,9 +37,11 @@ from mmbroker.proto.messages import (
 )
 from mmbroker.proto.reference import BOOT_BYTES
 
+from . import cuda
 from .arena import memory
+from .arena.device import DeviceSegment
 from .arena.host import HostSegment
-from .config import Settings
+from .config import MIB, Settings
 from .control import Control
 from .door import Door
 from .events import (
@@ -73,6 +76,8 @@ FAREWELL: Final = 0.1
 #: A timer may be late by its clock's grain, but must not be early.
 _GRAIN: Final = 0.001
 
+AnySegment = HostSegment | DeviceSegment
+
 
 def serve(settings: Settings) -> int:
     """Run a broker in the foreground until it is told to end. Its exit code: 0, or 1 if its own books broke.
@@ -90,8 +95,8 @@ class Server:
         self.settings = settings
         self.boot = secrets.token_bytes(BOOT_BYTES)
         self.broker = Broker(settings.limits, self.boot)
-        self.door = Door(settings.name, self.boot, settings.limits.sessions)
-        self.segments: dict[int, HostSegment] = {}
+        self.door = Door(settings.name, self.boot, settings.limits.sessions, settings.limits.device)
+        self.segments: dict[int, AnySegment] = {}
         self.peers: dict[int, Peer] = {}  # by living session
         self._uids = settings.allow_uid | {os.geteuid(), 0}
         self._doubtful: list[int] = []  # sessions of which nothing may be left
@@ -136,9 +141,12 @@ class Server:
         self.control.listen()
         self.lifelines.listen()
         self.vitals.watch_loop()
+        for effect in self.broker.start():
+            self._carry_out(effect)
+        device = f", device arena on {self.settings.limits.device} up to {self.settings.device_mib} MiB"
         print(
             f"mmbroker is ready at {instance.path} (process {os.getpid()}, host arena up to "
-            f"{self.settings.host_mib} MiB)",
+            f"{self.settings.host_mib} MiB{device if self.settings.limits.device else ''})",
             flush=True,
         )
 
@@ -202,8 +210,8 @@ class Server:
                 self.control.send(session, notice)
             case SendSegment(session, segment, writable):
                 self.lifelines.send(session, segment, writable)
-            case Grow(segment, _, nbytes):
-                self._grow(segment, nbytes)
+            case Grow(segment, tier, nbytes):
+                self._grow(segment, tier, nbytes)
             case Discard(segment):
                 self.memory_thread.submit(self.segments.pop(segment).close)
             case EndSession(session, reason):
@@ -229,14 +237,19 @@ class Server:
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def _grow(self, number: int, nbytes: int) -> None:
-        future = self.loop.run_in_executor(self.memory_thread, HostSegment.create, nbytes)
+    def _grow(self, number: int, tier: str, nbytes: int) -> None:
+        create: Callable[[int], AnySegment] = HostSegment.create if tier == "host" else self._create_on_device
+        future = self.loop.run_in_executor(self.memory_thread, create, nbytes)
         future.add_done_callback(lambda done: self._grown(number, nbytes, done))
 
-    def _grown(self, number: int, nbytes: int, done: asyncio.Future[HostSegment]) -> None:
+    def _create_on_device(self, nbytes: int) -> DeviceSegment:
+        uuid, headroom = self.settings.limits.device, self.settings.device_headroom_mib * MIB
+        return DeviceSegment.create(cuda.open_driver(), uuid, nbytes, headroom)
+
+    def _grown(self, number: int, nbytes: int, done: asyncio.Future[AnySegment]) -> None:
         try:
             segment = done.result()
-        except memory.MemoryLimit as error:
+        except (memory.MemoryLimit, cuda.DriverError) as error:
             self.vitals.complain("segments_refused", str(error))
             self.dispatch(SegmentFailed(number, str(error)))
         except OSError as error:
@@ -276,7 +289,8 @@ class Server:
         memfd = self.segments.get(segment)
         if memfd is None:
             return None
-        message = SegmentFd(segment, memfd.nbytes, writable)
+        tier = "device" if isinstance(memfd, DeviceSegment) else "host"
+        message = SegmentFd(segment, memfd.nbytes, writable, tier)
         return encode(message), memfd.rw_fd if writable else memfd.ro_fd
 
     def relieved(self, session: int) -> None:

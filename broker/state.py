@@ -32,8 +32,11 @@ from .events import (
 )
 from .holds import Holds
 from .records import Engine, Feature, Session
+from .room import Room
 
 _NOTHING = Form("uint8", (0,), 0)
+#: What a client tells rather than asks.
+CASTS = (m.Abort, m.Drop, m.Unpin, m.Ack, m.Settle, m.Loaded, m.Park, m.Want, m.Tally)
 
 
 class Broker:
@@ -43,8 +46,9 @@ class Broker:
         self.limits = limits
         self.boot = boot
         self.books = Books(limits, boot)
-        self.holds = Holds(self.books)
-        self.admission = Admission(self.books, self.holds)
+        self.rooms = {tier: Room(self.books, pool) for tier, pool in self.books.pools.items()}
+        self.holds = Holds(self.books, self.rooms.get("device"))
+        self.admission = Admission(self.books, self.holds, self.rooms)
         self.leases = self.admission.leases
         self.halting = False
         self._halted = False
@@ -62,6 +66,9 @@ class Broker:
             m.Unpin: lambda s, _seq, call, now, _: self.leases.unpin(s, call.leases, now),
             m.Ack: lambda s, _seq, call, now, _: self.holds.ack(s, call.holds, call.failed, call.reason, now),
             m.Settle: lambda s, _seq, call, now, _: self.holds.settle(s, call.holds, now),
+            m.Loaded: self._device_call,
+            m.Park: self._device_call,
+            m.Want: self._device_call,
             m.Tally: self._tally,
         }
 
@@ -85,22 +92,34 @@ class Broker:
                 if session is not None and session.ended:
                     self._gone(session, now)
             case SegmentReady():
-                self.admission.room.segment_ready(event.segment, now)
+                self._room(event.segment).segment_ready(event.segment, now)
             case SegmentFailed():
-                self.admission.room.segment_failed(event.segment, event.reason, now)
+                self._room(event.segment).segment_failed(event.segment, event.reason, now)
             case Drain():
                 self._drain(event.grace, now)
             case Tick():
                 pass
         books.timers.run(now)
         books.trim(now)
+        stirred = self.books.stirred
         self.admission.pump(now)
         while (due := books.timers.next()) is not None and due <= now:  # a wait that began too late to be one
             books.timers.run(now)
             self.admission.pump(now)
+        if stirred and self.holds.replicas is not None:
+            self.holds.replicas.offer(now)
         if self.halting and not self._halted and not self.leases.open and not self._tickets():
             self._halt("drained")
         return books.out.flush()
+
+    def start(self) -> list[Effect]:
+        """What has to be done before the first event: the device's reserve."""
+        if "device" in self.rooms:
+            self.rooms["device"].reserve(self.limits.device_reserve_bytes)
+        return self.books.out.flush()
+
+    def _room(self, segment: int) -> Room:
+        return next(room for room in self.rooms.values() if segment in room.pool.segments)
 
     def next_deadline(self) -> float | None:
         """When the shell must send a `Tick`, at the latest; None: whenever the next event comes."""
@@ -119,7 +138,7 @@ class Broker:
     def _call(self, session: Session, event: Called, now: float) -> None:
         seq, body = event.seq, event.body
         self.books.counters[type(body).__name__.lower() + "_calls"] += 1
-        casts = isinstance(body, (m.Abort, m.Drop, m.Unpin, m.Ack, m.Settle, m.Tally))
+        casts = isinstance(body, CASTS)
         if seq == 0:
             if casts:
                 self._calls[type(body)](session, 0, body, now, now)
@@ -160,15 +179,15 @@ class Broker:
             self.books.respond(session, seq, m.Done())
 
     def _create(self, session: Session, seq: int, call: m.Create, now: float, deadline: float) -> None:
-        if call.tier != "host":
-            text = f"this broker has no arena of tier {call.tier!r}: use tier='host'"
+        if call.tier not in self.rooms:
+            text = f"this broker has no arena of tier {call.tier!r}: use tier='host', or start it with --gpu"
             self.books.respond(session, seq, m.Failed("InvalidMessage", text))
             return
         engine, refusal = self._engine(session, call.to)
         if refusal is not None:
             self.books.respond(session, seq, refusal)
             return
-        self.admission.submit(session, seq, call.items, engine, call.private, now, deadline)
+        self.admission.submit(session, seq, call.items, engine, call.private, now, deadline, tier=call.tier)
 
     def _lookup(self, session: Session, seq: int, call: m.Lookup, now: float, deadline: float) -> None:
         engine, refusal = self._engine(session, call.to)
@@ -205,9 +224,15 @@ class Broker:
             engine = self.books.engines[place] = Engine(call.engine, session.namespace, call.world)
         engine.ranks[call.rank] = session.number
         session.engine, session.rank = engine, call.rank
-        session.device, session.access = call.device, call.access
+        session.device, session.access, session.lazy = call.device, call.access, call.lazy
+        session.gpu = call.path == "device" and bool(self.limits.device) and call.device == self.limits.device
+        session.path, session.why = call.path[:NAME_LIMIT], call.why[:500]
+        if session.device != "cpu":
+            for segment in self.books.pool.arena(session.namespace):
+                if segment.ready:
+                    self.books.announce(self.books.pool, segment)
         self.books.stirred = True
-        self.books.respond(session, seq, m.Attached(engine.complete))
+        self.books.respond(session, seq, m.Attached(engine.complete, "device" if session.gpu else "host"))
 
     def _attach_refusal(self, session: Session, call: m.Attach) -> str:
         if not 0 < len(call.engine) <= NAME_LIMIT:
@@ -270,6 +295,14 @@ class Broker:
         self.books.respond(session, seq, m.Done())
         self._drain(Drain().grace, now)
 
+    def _device_call(self, session: Session, seq: int, call: Any, now: float, deadline: float) -> None:
+        replicas = self.holds.replicas
+        if replicas is None:
+            self.books.counters["unknown_holds"] += len(call.holds)
+            return
+        act = {m.Loaded: replicas.loaded, m.Park: replicas.park, m.Want: replicas.want}[type(call)]
+        act(session, call.holds, now)
+
     def _tally(self, session: Session, seq: int, call: m.Tally, now: float, deadline: float) -> None:
         if len(call.counts) <= 64 and all(len(name) <= 64 for name in call.counts):
             session.tally = call.counts
@@ -308,6 +341,8 @@ class Broker:
         """Nobody will ever tell when the process is gone: what it can touch is never reused."""
         for hold in session.grants.values():
             hold.feature.tainted = True
+        for replica in session.replicas.values():
+            replica.tainted = True
         slots, session.quarantine = session.quarantine, []
         for number, pinned in list(session.pins.items()):
             if isinstance(pinned, Feature):

@@ -19,17 +19,41 @@ import logging
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from mmbroker.proto.errors import ClientForked, FeatureError, FeatureMissing, ProtocolError, StaleReference
-from mmbroker.proto.messages import Ack, Attach, Detach, Grant, Settle
+from mmbroker.proto.errors import (
+    BrokerError,
+    ClientForked,
+    FeatureError,
+    FeatureMissing,
+    ProtocolError,
+    StaleReference,
+)
+from mmbroker.proto.messages import (
+    Ack,
+    Attach,
+    Attached,
+    Detach,
+    DevicePlace,
+    Grant,
+    Loaded,
+    Offer,
+    Park,
+    Settle,
+    Want,
+)
 from mmbroker.proto.reference import Reference
 
 from . import mapping
 from .buffers import BufferPool
+from .cuda import DriverError
+from .gpu import Gpu, Place
 from .mapping import Mapping
+from .path import PATIENCE, choose, spell_out
 from .tensors import Layout, build, export, layout
 
 if TYPE_CHECKING:
@@ -46,19 +70,28 @@ _LOST_ENTRIES: Final = 600.0
 #: How many earlier lives of the broker are told apart from unknown ones.
 _BOOTS: Final = 64
 
+#: And at copies to the device that are not done.
+_DEVICE_WATCH: Final = 0.001
+#: How often it says that features could not be loaded, in seconds.
+_COMPLAINT: Final = 60.0
+
 Key = tuple[bytes, int]  # boot and hold
 #: A weak reference to what lives exactly as long as an entry's tensors.
 Watch = weakref.ref[Any]
+#: Tensors, the watch on their exporter, and where on the device they are.
+Built = tuple[list[torch.Tensor], Watch | None, Place | None]
 
 
 class _Entry:
     """What the table keeps for one grant."""
 
     __slots__ = (
-        "buffer", "exporters", "key", "layout", "memory", "private", "ready", "ref", "session", "uses", "wire",
+        "asked", "buffer", "exporters", "fences", "key", "layout", "memory", "outlived", "place", "private", "ready",
+        "ref", "session", "table", "uses", "wire",
     )  # fmt: skip
 
-    def __init__(self, ref: Reference, session: int, private: bool) -> None:
+    def __init__(self, table: FeatureTable, ref: Reference, session: int, private: bool) -> None:
+        self.table = table
         self.key: Key = (ref.boot, ref.hold)
         self.ref = ref
         self.wire = ref.to_wire()
@@ -69,16 +102,25 @@ class _Entry:
         self.buffer: Mapping | None = None
         self.uses: dict[int, None] = {}
         self.exporters: dict[int, Watch] = {}
-        self.ready: list[tuple[list[torch.Tensor], Watch | None]] = []
+        self.ready: list[Built] = []
+        self.place: Place | None = None  # on the device
+        self.fences: deque[int] = deque()  # events of work that may read what was released
+        self.asked = False  # for a place on the device
+        self.outlived = False  # a tensor was kept beyond the last use
 
-    def build(self) -> tuple[list[torch.Tensor], Watch | None]:
-        """Tensors over an exporter of their own."""
+    def build(self) -> Built:
+        """Tensors over an exporter of their own: on the device, if the feature is there, or will be in a moment."""
         if not self.ref.nbytes:
-            return build(self.layout, self.memory), None
-        tensors, exporter = export(self.layout, self.memory)
-        watch: Watch = weakref.ref(exporter)
+            return build(self.layout, self.memory), None, None
+        place, gpu = self.place, self.table.gpu
+        watch: Watch
+        if place is not None and gpu is not None:
+            tensors, watch = gpu.build(self.layout, place, self.ref.nbytes)
+        else:
+            tensors, exporter = export(self.layout, self.memory)
+            watch = weakref.ref(exporter)
         self.exporters[id(watch)] = watch
-        return tensors, watch
+        return tensors, watch, place
 
     @property
     def kept(self) -> bool:
@@ -103,9 +145,11 @@ class Use:
         if self._built is None:
             entry = self._live()
             try:
-                self._built, self._watch = entry.ready.pop()
+                self._built, self._watch, place = entry.ready.pop()
             except IndexError:
-                self._built, self._watch = entry.build()
+                self._built, self._watch, place = entry.build()
+            if place is not None and entry.table.gpu is not None:
+                entry.table.gpu.wait(place)
         return self._built
 
     @property
@@ -134,19 +178,46 @@ class Use:
     def release(self, stream: object = None) -> None:
         """No longer in use. Idempotent. A tensor kept beyond this stays valid, and its memory stays in use.
 
-        `stream`: the device stream that last read it; of no meaning on the CPU.
+        `stream`: the device stream that last read it, as torch's object or its raw number; None: the current one. The
+        memory stays in use until what is in that stream by now is done. Of no meaning on the CPU.
         """
         entry, self._entry = self._entry, None
-        if entry is not None:
+        if entry is None:
+            return
+        try:
+            gpu = entry.table.gpu
+            if self._built is not None and gpu is not None:
+                self._fence(entry, gpu, stream)
             self._built = None
             watch = self._watch
-            if watch is not None and watch() is None:
+            if watch is None or watch() is None:
                 entry.exporters.pop(id(watch), None)
+            else:
+                entry.outlived = True
+        finally:
             entry.uses.pop(id(self), None)
 
-    def park(self) -> None:
-        """The feature is not needed on the device for now; a later take has it again. On the CPU: a release."""
-        self.release()
+    def _fence(self, entry: _Entry, gpu: Gpu, stream: object) -> None:
+        place = entry.place
+        if place is not None and place.private:
+            return  # torch minds its own memory
+        entry.outlived = True  # until it is known where the reading ends
+        if gpu.quiet:
+            return  # what is recorded now would become part of a graph
+        with suppress(DriverError):
+            entry.fences.append(gpu.fence(stream))
+            entry.outlived = False
+            if gpu.closed:  # nobody asks about it any more
+                gpu.recycle(entry.fences)
+
+    def park(self, stream: object = None) -> None:
+        """A release, and the feature is not needed on the device for now. A later take has the host's copy at once, and
+        the device's again when there is room. `stream`: see `release`. On the CPU: a release."""
+        entry = self._entry
+        self.release(stream)
+        place = None if entry is None else entry.place
+        if entry is not None and place is not None and not place.private:
+            entry.table.parking.append(entry)
 
     def __enter__(self) -> Use:
         return self
@@ -157,18 +228,42 @@ class Use:
         self.release()
 
     def __del__(self) -> None:
-        self.release()
+        entry = self._entry
+        if entry is not None:
+            entry.outlived = True  # this thread is any, and its stream need not be the one that read
+            self._built, self._entry = None, None
+            entry.uses.pop(id(self), None)
 
 
 class FeatureTable:
     """Made by `Client.attach`. `take` may be called from any thread; it never waits."""
 
-    def __init__(self, link: Link, engine: str, rank: int, world: int, device: str, access: str) -> None:
+    def __init__(
+        self,
+        link: Link,
+        engine: str,
+        rank: int,
+        world: int,
+        device: str,
+        access: str,
+        lazy: bool,
+        gpus: Callable[[str], Gpu],
+    ) -> None:
+        """`gpus` has the client's `Gpu` by UUID."""
+        self.gpu: Gpu | None = None
+        self._gpus = gpus
+        self.path = "host"
+        self.lazy = lazy
+        self.parking: deque[_Entry] = deque()  # to be let go of on the device
+        self.wanting: deque[_Entry] = deque()  # taken without a place on the device
+        self._put_off: list[Grant | Offer] = []  # until graphs are captured
+        self._load_failures = 0
+        self._next_complaint = 0.0
         self.engine = engine
         self.rank = rank
         self.world = world
         self.access = access
-        self.device = device
+        self.device = spell_out(device)
         self._link = link
         self._entries: dict[Key, _Entry] = {}
         self._boots: dict[bytes, None] = {link.boot: None}
@@ -177,6 +272,7 @@ class FeatureTable:
         self._buffers = BufferPool()
         self._pause = _WATCH[0]
         self._open = True
+        self._shared = False  # the broker gives places on our device
         self._takes = self._misses = self._stale = 0
         self._acks = self._failed = self._settled = self._expired = self._bytes_copied = self._build_ns = 0
 
@@ -200,11 +296,40 @@ class FeatureTable:
         if not fits or self._link.forked:
             entry = self._look_closer(ref)
         use = Use(entry)
+        if entry.place is None and self.gpu is not None:
+            self._want(entry)
         if self._entries.get(entry.key) is not entry:
             use.release()
             raise self._missing(entry.ref)
         self._takes += 1
         return use
+
+    def _want(self, entry: _Entry) -> None:
+        """Ask for a place on the device; the model copies by itself if it reads before there is one."""
+        if self._shared and not entry.asked and entry.memory.nbytes:
+            entry.asked = True
+            self.wanting.append(entry)
+            self._link.wake()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """While CUDA graphs are captured: nothing is mapped, pinned, loaded or queried; grants and seals wait."""
+        gpu = self.gpu
+        if gpu is None:
+            yield
+            return
+        gpu.quiet += 1
+        try:
+            with suppress(BrokerError):
+                self._link.run(lambda: None, 1.0)  # what it is at now is over after this
+            yield
+        finally:
+            gpu.quiet -= 1
+            self._link.wake()
+
+    @property
+    def _quiet(self) -> bool:
+        return self.gpu is not None and self.gpu.quiet > 0
 
     def _look_closer(self, ref: object) -> _Entry:
         """The entry of a reference that is not written as usual, such as one whose shape became a tuple on its way.
@@ -266,6 +391,10 @@ class FeatureTable:
             "expired": self._expired,
             "bytes_copied": self._bytes_copied,
             "build_us": self._build_ns // 1000,
+            "imports": 0 if self.gpu is None else self.gpu.imports,
+            "loads": 0 if self.gpu is None else self.gpu.loads,
+            "bytes_loaded": 0 if self.gpu is None else self.gpu.bytes_loaded,
+            "load_failures": self._load_failures,
             "buffer_bytes": self._buffers.idle_bytes,
         }
 
@@ -288,9 +417,13 @@ class FeatureTable:
 
     def granted(self, grants: list[Grant]) -> None:
         """Make entries, then say so."""
+        if self._quiet:
+            self._put_off += grants
+            return
         started = time.perf_counter_ns()
         acked: list[int] = []
         failed: list[int] = []
+        self._declined: list[int] = []
         reason = ""
         for grant in grants:
             try:
@@ -307,27 +440,105 @@ class FeatureTable:
             _log.warning("mmbroker: %d grant(s) to engine %s failed: %s", len(failed), self.engine, reason)
         self._build_ns += time.perf_counter_ns() - started
         self._link.cast(Ack(acked, failed, reason))
+        if self._declined:
+            self._link.cast(Park(self._declined))
 
     def _enter(self, grant: Grant) -> None:
         ref = grant.ref
         if (ref.boot, ref.hold) in self._entries:
             return
-        entry = _Entry(ref, self._link.session, grant.private)
-        if ref.nbytes:
-            memory = self._link.segment(grant.segment, False).view(grant.offset, ref.nbytes)
-            if grant.private or self.access == "copy":
-                entry.buffer = self._buffers.take(ref.nbytes)
-                copied = entry.buffer.view(0, ref.nbytes)
-                mapping.copy(copied, mapping.address_of(memory))
-                memory = copied
-                self._bytes_copied += ref.nbytes
-            entry.memory = memory
-        entry.ready.append(entry.build())
+        entry = _Entry(self, ref, self._link.session, grant.private)
+        if ref.nbytes and grant.tier == "device":
+            self._enter_device(entry, grant)
+        elif ref.nbytes:
+            host = self._link.segment(grant.segment, False)
+            entry.memory = host.view(grant.offset, ref.nbytes)
+            entry.asked = not self.lazy  # the broker has it in its own line
+            private = grant.private or self.access == "copy"
+            if self.gpu is not None:
+                self.gpu.pin(host)
+                if private or grant.device is not None:
+                    self._try_to_load(entry, None if private else grant.device)
+            if private and entry.place is None:
+                self._copy_on_host(entry)
+        try:
+            entry.ready.append(entry.build())
+        except BaseException:
+            if entry.place is not None and self.gpu is not None:
+                self.gpu.await_copies()  # what has begun must not go on when its slot is another's
+            raise
         self._entries[entry.key] = entry
+
+    def _enter_device(self, entry: _Entry, grant: Grant) -> None:
+        """A feature that is nowhere but on the device."""
+        if self.gpu is None:
+            raise FeatureMissing(f"rank {self.rank} of engine {self.engine!r} is not on that device")
+        hold, nbytes = grant.ref.hold, grant.ref.nbytes
+        entry.place = self.gpu.share(DevicePlace(grant.segment, grant.offset, False), hold)
+        if grant.private or self.access == "copy":
+            entry.place = self.gpu.load_private(hold, entry.place, nbytes)
+
+    def _try_to_load(self, entry: _Entry, place: DevicePlace | None) -> bool:
+        """To a place of the broker's, or (None) into private memory. If that fails, the host's copy has to do."""
+        hold = entry.ref.hold
+        try:
+            if place is None:
+                assert self.gpu is not None
+                entry.place = self.gpu.load_private(hold, entry.memory, entry.ref.nbytes)
+            else:
+                entry.place = self._place(place, hold, entry.memory)
+        except (BrokerError, RuntimeError, OSError) as error:  # torch's allocator raises RuntimeErrors
+            entry.asked = True  # not again
+            self._load_failures += 1
+            if place is not None:
+                self._declined.append(hold)
+            now = time.monotonic()
+            if now >= self._next_complaint:
+                self._next_complaint = now + _COMPLAINT
+                _log.warning(
+                    "mmbroker: engine %s has features on the host, %d up to now, because: %s",
+                    self.engine, self._load_failures, error,
+                )  # fmt: skip
+            return False
+        return True
+
+    def _copy_on_host(self, entry: _Entry) -> None:
+        nbytes = entry.ref.nbytes
+        entry.buffer = self._buffers.take(nbytes)
+        copied = entry.buffer.view(0, nbytes)
+        mapping.copy(copied, mapping.address_of(entry.memory))
+        entry.memory = copied
+        self._bytes_copied += nbytes
+
+    def _place(self, place: DevicePlace, hold: int, memory: memoryview) -> Place:
+        assert self.gpu is not None
+        return self.gpu.load(place, hold, memory) if place.load else self.gpu.share(place, hold)
+
+    def offered(self, offers: list[Offer]) -> None:
+        """Places on the device for entries that had none."""
+        if self._quiet:
+            self._put_off += offers
+            return
+        boot = self._link.boot
+        self._declined = []
+        for offer in offers:
+            entry = self._entries.get((boot, offer.hold))
+            if entry is None or entry.place is not None:
+                self._declined.append(offer.hold)  # nobody needs it any more
+            elif self._try_to_load(entry, offer.place):
+                entry.ready.clear()
+                with suppress(Exception):  # then it is built when it is read
+                    entry.ready.append(entry.build())
+        if self._declined:
+            self._link.cast(Park(self._declined))
 
     def dismissed(self, holds: list[int]) -> None:
         boot = self._link.boot
         self._withdraw([(boot, hold) for hold in holds])
+        unheard = {p.ref.hold for p in self._put_off if isinstance(p, Grant)}.intersection(holds)
+        if unheard:  # granted and dismissed while graphs are captured
+            self._put_off = [p for p in self._put_off if not (isinstance(p, Grant) and p.ref.hold in unheard)]
+            self._link.cast(Settle(list(unheard)))
         self._settle()
 
     def _withdraw(self, keys: list[Key]) -> None:
@@ -343,12 +554,21 @@ class FeatureTable:
         session = self._link.session
         count = self._settled
         settled: list[int] = []
+        if self.gpu is not None and not self._quiet:
+            self._tell_loaded(self.gpu)
         for _ in range(len(self._over)):
             entry = self._over.popleft()
-            if not entry.private and (entry.uses or entry.kept):
+            try:
+                free = self._untouchable(entry)
+            except DriverError as error:
+                _log.warning("mmbroker: a feature of engine %s stays unsettled: %s", self.engine, error)
+                free = False
+            if not free:
                 self._over.append(entry)
                 continue
             self._settled += 1
+            if self.gpu is not None:
+                self.gpu.recycle(entry.fences)
             if entry.session == session:
                 settled.append(entry.ref.hold)
             if entry.buffer is not None and not entry.private:
@@ -357,8 +577,77 @@ class FeatureTable:
             self._link.cast(Settle(settled), session)
         return self._settled > count
 
+    def _untouchable(self, entry: _Entry) -> bool:
+        """Can nothing here touch the entry's memory any more: no use, no tensor, no work on the GPU?"""
+        place = entry.place
+        if self.gpu is None:
+            return entry.private or not (entry.uses or entry.kept)
+        if self._quiet or (place is not None and place.event):
+            return False
+        if entry.private and entry.buffer is not None:
+            return True
+        return (place is not None and place.private) or self._unread(entry, self.gpu)
+
+    def _unread(self, entry: _Entry, gpu: Gpu) -> bool:
+        """Whether nothing reads the entry's tensors, here or on the GPU."""
+        if entry.uses or entry.kept:
+            return False
+        if entry.outlived:  # whatever read the tensors that outlived their uses may still be at work
+            fences = gpu.fences()
+            entry.outlived = False
+            entry.fences += fences
+        return gpu.passed(entry.fences)
+
+    def _tell_loaded(self, gpu: Gpu) -> None:
+        session = self._link.session
+        done = [place.hold for place in gpu.loaded() if place.session == session and not place.private]
+        if done and self._shared:
+            self._link.cast(Loaded(done), session)
+
+    def _device_chores(self, gpu: Gpu) -> None:
+        """Tell what is loaded, ask for what is wanted, let go of what is parked."""
+        if self._put_off:
+            put_off, self._put_off = self._put_off, []
+            self.granted([item for item in put_off if isinstance(item, Grant)])
+            self.offered([item for item in put_off if isinstance(item, Offer)])
+        for number in self._link.fresh_segments():
+            gpu.pin(self._link.segment(number, False))
+        self._tell_loaded(gpu)
+        if self.wanting:
+            session = self._link.session
+            wanted = [self.wanting.popleft() for _ in range(len(self.wanting))]
+            self._link.cast(Want([e.ref.hold for e in wanted if e.session == session]), session)
+        self._park(gpu)
+
+    def _park(self, gpu: Gpu) -> None:
+        """Let go of places on the device. As with a dismissal: first out of sight, and only then a look at the uses."""
+        session = self._link.session
+        parked: list[int] = []
+        for _ in range(len(self.parking)):
+            entry = self.parking.popleft()
+            place = entry.place
+            if place is None or self._entries.get(entry.key) is not entry or not entry.memory.nbytes:
+                continue  # parked already, over, or without a replica on the host
+            entry.place = None
+            entry.ready.clear()
+            if entry.uses:
+                entry.place = place  # in use again, and parked again when that is over
+            elif place.event or not self._unread(entry, gpu):
+                entry.place = place
+                self.parking.append(entry)
+            else:
+                entry.asked = False
+                entry.ready.append(entry.build())
+                if entry.session == session:
+                    parked.append(entry.ref.hold)
+        if parked and self._shared:
+            self._link.cast(Park(parked), session)
+
     def chores(self, now: float) -> float:
         """Settle what has come to its end; returns in how many seconds to look again."""
+        gpu = self.gpu
+        if gpu is not None and not gpu.quiet:
+            self._device_chores(gpu)
         for expiry, session in list(self._lost):
             if expiry <= now:
                 self._lost.remove((expiry, session))
@@ -367,26 +656,57 @@ class FeatureTable:
                 self._withdraw(expired)
         self._buffers.trim(now)
         moved = self._settle()
-        self._pause = _WATCH[0] if moved or not self._over else min(self._pause * 2, _WATCH[1])
-        return self._pause if self._over else 1.0
+        unfinished = bool(self._over or self.parking)
+        self._pause = _WATCH[0] if moved or not unfinished else min(self._pause * 2, _WATCH[1])
+        pause = self._pause if unfinished else 1.0
+        return min(pause, _DEVICE_WATCH) if gpu is not None and gpu.busy and not gpu.quiet else pause
 
     def lost(self, session: int) -> None:
         """Entries stay usable without their session, because requests that carry their references still run."""
+        self._put_off.clear()
+        self._shared = False
         self._lost.append((time.monotonic() + _LOST_ENTRIES, session))
 
     def attach(self, timeout: float | None = None) -> None:
         """Tell the broker who we are; also after each reconnection."""
-        if not self._open:
-            return
+        if self._open:
+            seconds = self._link.timeout if timeout is None else timeout
+            self._link.run(lambda: self._attach(timeout), seconds + PATIENCE + 1.0)
+
+    def _attach(self, timeout: float | None) -> None:
+        if self._quiet:
+            raise BrokerError("graphs are being captured: the table is attached after that")
+        path = choose(self._link, self.device, self._gpus)
+        self.path = path.name
+        self.gpu = path.gpu or self.gpu  # what was entered before needs it
         self._boots[self._link.boot] = None
         while len(self._boots) > _BOOTS:
             del self._boots[next(iter(self._boots))]
-        self._link.call(Attach(self.engine, self.rank, self.world, self.device, self.access), timeout)
+        reply = self._link.call(
+            Attach(
+                self.engine, self.rank, self.world, path.device, self.access, self.lazy, path.name, path.why
+            ),
+            timeout,
+        )
+        if path.why:
+            _log.warning(
+                "mmbroker: rank %d of engine %s is on the %s path: %s", self.rank, self.engine, *path[::3]
+            )
+        self._shared = isinstance(reply, Attached) and reply.tier == "device"
 
     def touches(self, session: int) -> bool:
         """Can anything of a session that is over still be read here?"""
         entries = [*self._entries.values(), *self._over]
         return any(entry.session == session for entry in entries)
+
+    def end(self) -> None:
+        """Nobody receives for this table any more."""
+        for entry in (*self._entries.values(), *self._over):
+            entry.ready.clear()
+            if self.gpu is not None:
+                self.gpu.recycle(entry.fences)
+            if not entry.uses:
+                entry.place = None
 
     @property
     def empty(self) -> bool:

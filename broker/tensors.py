@@ -49,6 +49,7 @@ class Source:
     def __init__(self, tensors: list[torch.Tensor], form: Form) -> None:
         self.tensors = tensors
         self.form = form
+        self._on_host = tensors  # as it is copied to a slot on the host
 
     @classmethod
     def one(cls, tensor: object, modality: str) -> Source:
@@ -64,13 +65,13 @@ class Source:
 
     def digest(self) -> Digest:
         """The content key. A tensor that is not contiguous, or not on the CPU, is copied first, once."""
-        self.tensors = [t.cpu().contiguous().resolve_conj().resolve_neg() for t in self.tensors]
-        return content_digest(self.form, [_bytes_of(t) for t in self.tensors], _hash_pool.map)
+        self._on_host = [t.cpu().contiguous().resolve_conj().resolve_neg() for t in self.tensors]
+        return content_digest(self.form, [_bytes_of(t) for t in self._on_host], _hash_pool.map)
 
     def write(self, slot: memoryview) -> None:
         """Copy into a slot of the form's size, without the GIL."""
         targets = build(layout(self.form), slot)
-        for tensor, target in zip(self.tensors, targets, strict=True):
+        for tensor, target in zip(self._on_host, targets, strict=True):
             if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
                 # Not torch's own copy, whose threads would wait for each other beside our hashing: 15 times slower.
                 ctypes.memmove(target.data_ptr(), tensor.data_ptr(), tensor.nbytes)

@@ -7,6 +7,8 @@ import logging
 import os
 import time
 from collections import Counter
+from functools import cache
+from importlib import metadata
 from typing import Any, Final
 
 log = logging.getLogger("mmbroker")
@@ -56,6 +58,7 @@ class Vitals:
         """Seconds, bytes and counts, as msgpack-native values."""
         return {
             "pid": os.getpid(),
+            "version": version(),
             "uptime": round(time.monotonic() - self._since, 3),
             "rss": resident(),
             "descriptors": len(os.listdir("/proc/self/fd")),
@@ -63,6 +66,15 @@ class Vitals:
             "loop_lag_worst": round(self._worst_lag, 6),
             "counters": dict(self.counters),
         }
+
+
+@cache
+def version() -> str:
+    """The version that is installed; ``unknown`` where the package is only on the path."""
+    try:
+        return metadata.version("mmbroker")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def resident() -> int:

@@ -40,7 +40,8 @@ class Hello(_Message, frozen=True, tag="hello"):
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """The session: `routing` is the control socket's identity, `control` its file name in the instance directory."""
+    """The session: `routing` is the control socket's identity, `control` its file name in the instance directory,
+    `device` the UUID of the GPU that is served."""
 
     v: int
     boot: bytes
@@ -49,6 +50,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     control: str
     namespace: str
     instance: str
+    device: str = ""
 
 
 class Refused(_Message, frozen=True, tag="refused"):
@@ -123,13 +125,21 @@ class Seal(_Message, frozen=True, tag="seal"):
 
 
 class Attach(_Message, frozen=True, tag="attach"):
-    """This session is rank `rank` of `world` of an engine. `access`: ``readonly``, ``copy``. Answered by `Attached`."""
+    """This session is rank `rank` of `world` of an engine. `access`: ``readonly``, ``copy``. Answered by `Attached`.
+
+    `device` is ``cpu`` or the UUID of the GPU on which its tensors shall be. `lazy`: it asks for a place on the device
+    (`Want`) when a feature is first taken, instead of getting one with each grant. `path` is where the rank found that
+    features can be, ``device``, ``pinned`` or ``host``, and `why` what failed.
+    """
 
     engine: str
     rank: int
     world: int
     device: str = "cpu"
     access: str = "copy"
+    lazy: bool = False
+    path: str = "host"
+    why: str = ""
 
 
 class Detach(_Message, frozen=True, tag="detach"):
@@ -187,6 +197,24 @@ class Settle(_Message, frozen=True, tag="settle"):
     holds: list[int]
 
 
+class Loaded(_Message, frozen=True, tag="loaded"):
+    """Rank: the copies to the device that these holds' grants or offers asked for are complete."""
+
+    holds: list[int]
+
+
+class Park(_Message, frozen=True, tag="park"):
+    """Rank: it does not touch the device replicas of these holds for now; the host's stay."""
+
+    holds: list[int]
+
+
+class Want(_Message, frozen=True, tag="want"):
+    """Rank: it would have these holds' features on the device. Answered by an `Offered` when there is room."""
+
+    holds: list[int]
+
+
 class Tally(_Message, frozen=True, tag="tally"):
     """Client: its own counters (cumulative, by name), for `status`. Sent at most once a second, when they changed."""
 
@@ -195,7 +223,7 @@ class Tally(_Message, frozen=True, tag="tally"):
 
 Body = (
     Create | Lookup | Seal | Attach | Detach | Released | Status | Shutdown
-    | Abort | Drop | Unpin | Ack | Settle | Tally
+    | Abort | Drop | Unpin | Ack | Settle | Loaded | Park | Want | Tally
 )  # fmt: skip
 
 
@@ -226,6 +254,7 @@ class Leased(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     segment: int
     offset: int
     generation: int
+    tier: str = "host"
 
 
 class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="pending"):
@@ -252,9 +281,10 @@ class Sealed(_Message, frozen=True, tag="sealed"):
 
 
 class Attached(_Message, frozen=True, tag="attached"):
-    """`complete`: every rank of the engine is attached now."""
+    """`complete`: every rank of the engine is attached. `tier`: where its grants will be, ``host`` or ``device``."""
 
     complete: bool
+    tier: str = "host"
 
 
 class Done(_Message, frozen=True, tag="done"):
@@ -284,20 +314,43 @@ class Answer(_Message, frozen=True, tag="answer"):
 # --- control: what the broker tells ---------------------------------------------------------------------------------
 
 
+class DevicePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A place on the device: the bytes are there, or (`load`) this rank is to copy them there and say `Loaded`."""
+
+    segment: int
+    offset: int
+    load: bool
+
+
 class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A hold on the engine's side. The bytes are at `offset` of `segment`."""
+    """A hold on the engine's side. The bytes are at `offset` of `segment`, which is of `tier`; and at `device`."""
 
     ref: Reference
     modality: str
     segment: int
     offset: int
     private: bool = False
+    tier: str = "host"
+    device: DevicePlace | None = None
+
+
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A place on the device for a hold that was granted without one, or had parked it."""
+
+    hold: int
+    place: DevicePlace
 
 
 class Granted(_Message, frozen=True, tag="granted"):
     """To a rank: make entries, then `Ack`."""
 
     grants: list[Grant]
+
+
+class Offered(_Message, frozen=True, tag="offered"):
+    """To a rank: places on the device. `Park` those that are of no use any more."""
+
+    offers: list[Offer]
 
 
 class Dismissed(_Message, frozen=True, tag="dismissed"):
@@ -318,8 +371,8 @@ class Retired(_Message, frozen=True, tag="retired"):
     segments: list[int]
 
 
-Notice = Granted | Dismissed | Broken | Retired
-Downlink = Answer | Granted | Dismissed | Broken | Retired
+Notice = Granted | Offered | Dismissed | Broken | Retired
+Downlink = Answer | Granted | Offered | Dismissed | Broken | Retired
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ class BrokerProcess:
         config = self._scratch / "settings.toml"
         lines = [f"{key} = {_toml(value)}\n" for key, value in settings.items() if value is not None]
         config.write_text("".join(lines))
-        command = [*prefix, sys.executable, "-m", "mmbroker", "start", "--cpu", "--config", str(config)]
+        kind = [] if settings.get("gpu") else ["--cpu"]
+        command = [*prefix, sys.executable, "-m", "mmbroker", "start", *kind, "--config", str(config)]
         with open(self._scratch / "log", "wb") as log:
             self.process = subprocess.Popen(
                 command, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log

@@ -83,8 +83,9 @@ class Driver(Protocol):
         """Take a map apart. Nothing may be using it any more, no copy under way included."""
         ...
 
-    def pin(self, address: int, nbytes: int) -> None:
-        """Lock host memory, and let the GPU read and write it by itself. Whole pages. May take milliseconds."""
+    def pin(self, address: int, nbytes: int, read_only: bool = False) -> None:
+        """Lock host memory, and let the GPU read and write it by itself. Whole pages. May take milliseconds.
+        `read_only`: it is mapped so, and the GPU only reads it."""
         ...
 
     def unpin(self, address: int) -> None:
@@ -139,6 +140,19 @@ class Driver(Protocol):
 
     def tensor(self, address: int, nbytes: int, uuid: str, owner: object) -> torch.Tensor:
         """A uint8 tensor of shape (nbytes,) over memory of the GPU; `owner` lives as long as it and its views."""
+        ...
+
+    def home(self, tensor: torch.Tensor) -> str:
+        """The GPU whose memory a tensor is in; empty: the CPU. The fake has only CPU tensors: they are at home on the
+        GPU of which the process has a context, if it has one."""
+        ...
+
+    def empty(self, nbytes: int, uuid: str, stream: int) -> torch.Tensor:
+        """A uint8 tensor of shape (nbytes,) from torch's own memory, to be written in `stream` first."""
+        ...
+
+    def used_by_current(self, tensor: torch.Tensor) -> None:
+        """A tensor of `empty` is read in torch's current stream: when it dies, its memory waits for that."""
         ...
 
     def close(self) -> None:

@@ -156,7 +156,7 @@ class FakeDriver:
         except KeyError:
             raise _unknown("cuMemUnmap", address) from None
 
-    def pin(self, address: int, nbytes: int) -> None:
+    def pin(self, address: int, nbytes: int, read_only: bool = False) -> None:
         self._call("cuMemHostRegister", unsafe=True)
         if nbytes <= 0 or nbytes % _PAGE or address % _PAGE:
             raise error("CUDA_ERROR_INVALID_VALUE", "cuMemHostRegister", "only whole pages can be pinned")
@@ -264,6 +264,17 @@ class FakeDriver:
         region = (ctypes.c_ubyte * nbytes).from_address(address)
         region.owner = owner  # type: ignore[attr-defined]
         return torch.frombuffer(region, dtype=torch.uint8)
+
+    def home(self, tensor: torch.Tensor) -> str:
+        return next(iter(self._contexts), "")
+
+    def empty(self, nbytes: int, uuid: str, stream: int) -> torch.Tensor:
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def used_by_current(self, tensor: torch.Tensor) -> None:
+        pass
 
     def close(self) -> None:
         self.engine.close()

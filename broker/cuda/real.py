@@ -149,8 +149,11 @@ class RealDriver:
         self._call("cuMemUnmap", address, nbytes)
         self._call("cuMemAddressFree", address, nbytes)
 
-    def pin(self, address: int, nbytes: int) -> None:
-        self._call("cuMemHostRegister", address, nbytes, self._cuda.CU_MEMHOSTREGISTER_PORTABLE)
+    def pin(self, address: int, nbytes: int, read_only: bool = False) -> None:
+        flags = self._cuda.CU_MEMHOSTREGISTER_PORTABLE
+        if read_only:
+            flags |= self._cuda.CU_MEMHOSTREGISTER_READ_ONLY
+        self._call("cuMemHostRegister", address, nbytes, flags)
         self._pins.add(address, nbytes)
 
     def unpin(self, address: int) -> None:
@@ -212,6 +215,23 @@ class RealDriver:
         import torch
 
         return torch.as_tensor(_Bytes(address, nbytes, owner), device=f"cuda:{self._devices[uuid].index}")
+
+    def home(self, tensor: torch.Tensor) -> str:
+        if not tensor.is_cuda:
+            return ""
+        return next(uuid for uuid, device in self._devices.items() if device.index == tensor.device.index)
+
+    def empty(self, nbytes: int, uuid: str, stream: int) -> torch.Tensor:
+        import torch
+
+        device = torch.device("cuda", self._devices[uuid].index)
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):  # type: ignore[no-untyped-call]
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def used_by_current(self, tensor: torch.Tensor) -> None:
+        import torch
+
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def close(self) -> None:
         with self._lock:

@@ -24,7 +24,11 @@ LIFELINE: dict[str, msgspec.Struct] = {
     "hello with a namespace": m.Hello(PROTOCOL_VERSION, "worker-0", "uid-1000"),
     "welcome": m.Welcome(PROTOCOL_VERSION, BOOT, (1 << 62) + 1, bytes(16), "control.sock", "uid-1000", "cpu"),
     "refused": m.Refused("QuotaExceeded", "64 sessions are connected", {"used": 64, "limit": 64}),
+    "welcome, with a GPU": m.Welcome(
+        PROTOCOL_VERSION, BOOT, 2, bytes(16), "control.sock", "team", "gpu-1", "GPU-1"
+    ),
     "segment": m.SegmentFd(3, 64 << 20, True),
+    "segment of the device": m.SegmentFd(4, 64 << 20, True, "device"),
 }
 
 BODIES: dict[str, m.Body] = {
@@ -33,7 +37,8 @@ BODIES: dict[str, m.Body] = {
     "lookup": m.Lookup(KEYS, "engine-a", True),
     "seal": m.Seal([m.Sealing(5), m.Sealing(6, True)], "engine-a"),
     "attach": m.Attach("engine-a", 1, 2),
-    "attach, read-only": m.Attach("engine-a", 0, 1, "cuda:0", "readonly"),
+    "attach, read-only": m.Attach("engine-a", 0, 1, "GPU-1", "readonly", True, "device"),
+    "attach, on the host": m.Attach("engine-a", 0, 1, "cpu", path="host", why="cuInit: no driver"),
     "detach": m.Detach(),
     "released": m.Released((1 << 62) + 1),
     "status": m.Status(20),
@@ -44,6 +49,9 @@ BODIES: dict[str, m.Body] = {
     "ack": m.Ack([7]),
     "ack, failed": m.Ack([], [8], "out of memory"),
     "settle": m.Settle([7]),
+    "loaded": m.Loaded([7, 8]),
+    "park": m.Park([7]),
+    "want": m.Want([7]),
     "tally": m.Tally({"takes": 12, "fallbacks": 0}),
 }
 CALLS: dict[str, msgspec.Struct] = {
@@ -53,15 +61,24 @@ CALLS: dict[str, msgspec.Struct] = {
 
 REPLIES: dict[str, m.Reply] = {
     "created": m.Created([m.Hit(REF), m.Leased(5, 3, 4096, 6), m.Pending()]),
+    "created on the device": m.Created([m.Leased(5, 4, 0, 6, "device")]),
     "found": m.Found([REF, None]),
     "sealed": m.Sealed([REF, REF_PARTS]),
     "attached": m.Attached(True),
+    "attached on the device": m.Attached(False, "device"),
     "done": m.Done(),
     "report": m.Report({"boot": "00", "arenas": [{"used": 1}], "share": 0.5, "none": None}),
     "failed": m.Failed("PoolFull", "no room", {"requested": 3, "free": 2, "limit": 1}),
 }
 NOTICES: dict[str, msgspec.Struct] = {
     "granted": m.Granted([m.Grant(REF, "image", 3, 4096), m.Grant(REF_PARTS, "audio", 0, 0, True)]),
+    "granted on the device": m.Granted(
+        [
+            m.Grant(REF, "image", 3, 4096, device=m.DevicePlace(4, 0, True)),
+            m.Grant(REF, "image", 4, 0, tier="device"),
+        ]
+    ),
+    "offered": m.Offered([m.Offer(7, m.DevicePlace(4, 8192, False))]),
     "dismissed": m.Dismissed([7, 8]),
     "broken": m.Broken([5]),
     "retired": m.Retired([3]),

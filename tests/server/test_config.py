@@ -100,7 +100,7 @@ def test_nonsense(flags: dict[str, Any], message: str) -> None:
         Settings.resolve(flags, {})
 
 
-@pytest.mark.parametrize("name", ["gpu", "device_mib", "device_reserve_mib", "device_headroom_mib", "http"])
+@pytest.mark.parametrize("name", ["http"])
 def test_settings_of_later_versions(tmp_path: Path, name: str) -> None:
     for resolve in (
         lambda: Settings.resolve({name: 0}, {}),

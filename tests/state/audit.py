@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from mmbroker.arena.allocator import round_up
+from mmbroker.holds import AWAITED
 from mmbroker.records import Feature, Rank
 from mmbroker.state import Broker
 
@@ -18,49 +19,64 @@ def audit(broker: Broker) -> None:
 
 
 def slots(broker: Broker) -> None:
-    """Every byte of every segment is free or has exactly one owner, and the pool's sums are the sums."""
-    books, pool = broker.books, broker.books.pool
-    owned: dict[int, dict[int, int]] = {number: {} for number in pool.segments}
+    """Every byte of every segment is free or has exactly one owner, and the pools' sums are the sums."""
+    books = broker.books
+    owned: dict[int, dict[int, int]] = {n: {} for pool in books.pools.values() for n in pool.segments}
     pinned: Counter[int] = Counter()
+    idle_bytes = dict.fromkeys(books.pools, 0)
 
     def own(slot, idle: bool = False) -> None:  # type: ignore[no-untyped-def]
         if slot.segment:
+            assert slot.segment in books.pools[slot.tier].segments
             assert slot.offset not in owned[slot.segment], f"slot {slot} has two owners"
             owned[slot.segment][slot.offset] = slot.nbytes
             pinned[slot.segment] += not idle
+            idle_bytes[slot.tier] += slot.nbytes * idle
 
     for lease in broker.leases.open.values():
         own(lease.slot)
-    idle_bytes = 0
     for feature in books.numbered.values():
         idle = not feature.pinned
         own(feature.slot, idle)
-        idle_bytes += feature.slot.nbytes * idle
         assert books.features[feature.place] is feature
-        assert (feature.number in books.idle.get(feature.place[0], {})) == idle
-        if feature.slot.segment:
-            assert feature.number in pool.segments[feature.slot.segment].features
+        resting = books.idle.get((feature.slot.tier, feature.place[0]), {})
+        assert (resting.get(feature.slot.generation) is feature) == idle
+        if (replica := feature.replica) is not None:
+            own(replica.slot, not replica.pins)
+            assert (
+                replica.feature is feature and replica.slot.tier == "device" and feature.slot.tier == "host"
+            )
+            assert replica.ready or replica.pins, "nobody loads it"
+            resting = books.idle.get(("device", feature.place[0]), {})
+            assert (resting.get(replica.slot.generation) is replica) == (not replica.pins)
     for session in books.sessions.values():
         for slot in session.quarantine:
             own(slot)
         for what in session.pins.values():
             if not isinstance(what, Feature):
                 own(what)
-    for segment in pool.segments.values():
+        for number, replica in session.replicas.items():
+            assert (number, session.number) in replica.pins and number in session.grants
+            assert replica.feature.replica is replica
+    for segment in (segment for pool in books.pools.values() for segment in pool.segments.values()):
         allocator = segment.allocator
         allocator.check()
         lost = {o: n for o, n in allocator._slots.items() if o not in owned[segment.number]}
-        assert len(lost) == segment.abandoned, f"{len(lost)} slots without owner, {segment.abandoned} abandoned"
+        assert len(lost) == segment.abandoned, (
+            f"{len(lost)} slots without owner, {segment.abandoned} abandoned"
+        )
         assert owned[segment.number].items() <= allocator._slots.items(), "an owned slot is not allocated"
         assert segment.pinned == pinned[segment.number] + segment.abandoned
-        assert segment.features <= books.numbered.keys()
         assert not segment.abandoned or segment.retired
         assert (segment.empty_since is not None) == (segment.ready and allocator.empty) or not segment.ready
-    assert pool.capacity == sum(s.allocator.nbytes for s in pool.segments.values()) <= pool.limit
-    assert pool.used == sum(s.allocator.used for s in pool.segments.values())
-    assert pool.idle == idle_bytes
+    for tier, pool in books.pools.items():
+        assert pool.capacity == sum(s.allocator.nbytes for s in pool.segments.values()) <= pool.limit
+        assert pool.used == sum(s.allocator.used for s in pool.segments.values())
+        assert pool.idle == idle_bytes[tier]
     assert len(books.features) == len(books.numbered)
-    assert books.idle_count == sum(map(len, books.idle.values()))
+    assert books.idle_count == sum(
+        isinstance(entry, Feature) for resting in books.idle.values() for entry in resting.values()
+    )
 
 
 def holders(broker: Broker) -> None:
@@ -71,7 +87,9 @@ def holders(broker: Broker) -> None:
     assert sorted(n for ls in books.flights.values() for n in (x.number for x in ls)) == sorted(leases)
     for place, writing in books.flights.items():
         assert writing and all(lease.place == place for lease in writing)
-    by_feature = {n: hold for f in books.numbered.values() for n in f.holds for hold in (broker.holds.open[n],)}
+    by_feature = {
+        n: hold for f in books.numbered.values() for n in f.holds for hold in (broker.holds.open[n],)
+    }
     assert by_feature == broker.holds.open
     for hold in broker.holds.open.values():
         assert hold.feature.number in books.numbered
@@ -82,7 +100,7 @@ def holders(broker: Broker) -> None:
             session = books.sessions[number]
             assert session.grants[hold.number] is hold
             assert (rank is Rank.DETACHED) == session.ended
-            assert (hold.number in session.unacked) == (rank is Rank.GRANTED)
+            assert (hold.number in session.unacked) == (rank in AWAITED)
     for session in books.sessions.values():
         assert all(broker.holds.open[n] is hold and not hold.over for n, hold in session.holds.items())
         assert all(broker.holds.open[n] is hold for n, hold in session.grants.items())
@@ -101,7 +119,6 @@ def holders(broker: Broker) -> None:
 def engines(broker: Broker) -> None:
     """What each engine has in flight."""
     books = broker.books
-    bytes_of: Counter[tuple[str, str]] = Counter()
     uses: dict[tuple[str, str], Counter[int]] = {place: Counter() for place in books.engines}
     for place, engine in books.engines.items():
         assert engine.ranks and (engine.namespace, engine.name) == place
@@ -112,10 +129,12 @@ def engines(broker: Broker) -> None:
             if hold.engine is engine:
                 assert hold.feature.place[0] == engine.namespace
                 uses[place][hold.feature.number] += 1
-        bytes_of[place] += sum(books.numbered[n].slot.nbytes for n in uses[place])
-        bytes_of[place] += sum(x.slot.nbytes for x in broker.leases.open.values() if x.engine is engine)
+        slots = [books.numbered[n].slot for n in uses[place]]
+        slots += [lease.slot for lease in broker.leases.open.values() if lease.engine is engine]
         assert engine.uses == uses[place]
-        assert engine.in_flight == bytes_of[place], engine.name
+        for tier in books.pools:
+            in_flight = sum(slot.nbytes for slot in slots if slot.tier == tier)
+            assert engine.in_flight[tier] == in_flight, (engine.name, tier)
 
 
 def waiting(broker: Broker) -> None:

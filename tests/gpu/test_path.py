@@ -1,0 +1,96 @@
+"""Which way features go to a rank, and what `status` says about why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from mmbroker.cuda.fake_faults import VARIABLE
+from tests.cuda.rig import Rig as Driven
+from tests.gpu.bench import Bench
+from tests.gpu.conftest import UUIDS
+from tests.kit import Puppet
+from tests.rig import values
+
+FEATURE = values(torch.float32, (64, 100))
+
+
+def works(bench: Bench, path: str, *words: str, device: str = "cuda:0") -> None:
+    """A rank on that path, with these words in the reason, gets right bytes."""
+    table = bench.attach(device=device)
+    assert table.path == path
+    rank = bench.rank()
+    assert rank["path"] == path
+    assert bool(rank["why"]) == bool(words)
+    for word in words:
+        assert word in rank["why"]
+    with bench.client.put(FEATURE, to="a") as held:
+        assert bench.reads(table, held, FEATURE) == (path == "device")
+
+
+def test_the_device(bench: Bench) -> None:
+    works(bench, "device")
+
+
+def test_the_current_gpu(bench: Bench) -> None:
+    works(bench, "device", device="cuda")
+
+
+def test_a_cpu_rank_tries_nothing(bench: Bench) -> None:
+    works(bench, "host", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("cuMemImportFromShareableHandle", "CUDA_ERROR_NOT_SUPPORTED"),
+        ("cuMemSetAccess", "CUDA_ERROR_NOT_PERMITTED"),
+    ],
+)
+def test_memory_that_cannot_be_imported(faked: Bench, call: str, code: str) -> None:
+    faked.driven.fake.faults.fail(call, code)
+    works(faked, "pinned", call, code)
+
+
+def test_memory_that_reads_as_zeros(faked: Bench) -> None:
+    faked.driven.fake.faults.zeros = True
+    works(faked, "pinned", "was not read back")
+
+
+def test_memory_that_cannot_be_exported(
+    fake: Driven, make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "cuMemExportToShareableHandle=CUDA_ERROR_NOT_SUPPORTED")
+    works(make_bench(fake), "pinned", "cuMemExportToShareableHandle", "CUDA_ERROR_NOT_SUPPORTED")
+
+
+def test_host_memory_that_cannot_be_pinned(faked: Bench) -> None:
+    faked.driven.fake.faults.memlock = faked.driven.fake.pins.nbytes
+    works(faked, "host", "cuMemHostRegister", "pinned")
+
+
+def test_another_gpu(fake: Driven, make_bench: Callable[..., Bench]) -> None:
+    works(make_bench(fake, gpu="1"), "pinned", UUIDS[0], UUIDS[1])
+
+
+def test_a_broker_without_gpu(driven: Driven, make_bench: Callable[..., Bench]) -> None:
+    works(make_bench(driven, gpu=None), "pinned", "no GPU", "--gpu")
+
+
+def test_a_gpu_that_does_not_exist(bench: Bench) -> None:
+    works(bench, "host", "no GPU", device="cuda:77")
+
+
+def test_no_driver(faked: Bench, puppet: Callable[..., Puppet]) -> None:
+    engine = puppet(env={"MMBROKER_FAKE_CUDA": "", "CUDA_VISIBLE_DEVICES": ""})
+    path = engine(f"""
+        import mmbroker
+        client = mmbroker.connect({str(faked.broker.directory)!r}, name="a")
+        table = client.attach(engine="a", device="cuda:0", access="readonly")
+        result = table.path
+    """)
+    assert path == "host"
+    assert faked.rank()["why"]
+    faked.client.put(FEATURE, to="a").drop()
