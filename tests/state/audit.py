@@ -50,7 +50,9 @@ def slots(broker: Broker) -> None:
         allocator = segment.allocator
         allocator.check()
         lost = {o: n for o, n in allocator._slots.items() if o not in owned[segment.number]}
-        assert len(lost) == segment.abandoned, f"{len(lost)} slots without owner, {segment.abandoned} abandoned"
+        assert len(lost) == segment.abandoned, (
+            f"{len(lost)} slots without owner, {segment.abandoned} abandoned"
+        )
         assert owned[segment.number].items() <= allocator._slots.items(), "an owned slot is not allocated"
         assert segment.pinned == pinned[segment.number] + segment.abandoned
         assert segment.features <= books.numbered.keys()
@@ -71,7 +73,9 @@ def holders(broker: Broker) -> None:
     assert sorted(n for ls in books.flights.values() for n in (x.number for x in ls)) == sorted(leases)
     for place, writing in books.flights.items():
         assert writing and all(lease.place == place for lease in writing)
-    by_feature = {n: hold for f in books.numbered.values() for n in f.holds for hold in (broker.holds.open[n],)}
+    by_feature = {
+        n: hold for f in books.numbered.values() for n in f.holds for hold in (broker.holds.open[n],)
+    }
     assert by_feature == broker.holds.open
     for hold in broker.holds.open.values():
         assert hold.feature.number in books.numbered

@@ -195,7 +195,9 @@ class Shell:
         self.handle(e.SessionOpened(number, 1000, pid, f"{name}-{number}", namespace, traceable))
         return peer
 
-    def engine(self, name: str = "engine", world: int = 1, *, namespace: str = "a", prompt: bool = True) -> list[Peer]:
+    def engine(
+        self, name: str = "engine", world: int = 1, *, namespace: str = "a", prompt: bool = True
+    ) -> list[Peer]:
         """An engine with all its ranks."""
         ranks = [self.client(f"{name}-rank", namespace) for _ in range(world)]
         for rank, peer in enumerate(ranks):
@@ -239,7 +241,9 @@ class Shell:
             case e.Halt(reason):
                 self.halted.append(reason)
 
-    def grown(self, ready: bool | None = None, reason: str = "memory limit of cgroup test is reached") -> None:
+    def grown(
+        self, ready: bool | None = None, reason: str = "memory limit of cgroup test is reached"
+    ) -> None:
         """The oldest segment that the broker asked for is there, or cannot be had."""
         ready = bool(self.grow) if ready is None else ready
         number = self.growing.popleft().segment
