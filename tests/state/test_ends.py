@@ -115,7 +115,8 @@ def test_after_its_end_a_session_is_not_heard() -> None:
         shell.broker.handle(e.Called(peer.number, 50, 5.0, m.Seal([m.Sealing(lease.lease)])), shell.now) == []
     )
     assert shell.broker.handle(e.Called(peer.number, 0, 0.0, m.Abort([lease.lease])), shell.now) == []
-    assert shell.report()["quarantined"] == PAGE
+    assert shell.broker.handle(e.Called(peer.number, 51, 5.0, m.Create([item("y")])), shell.now) == []
+    assert (shell.report()["quarantined"], shell.report()["leases"]) == (PAGE, 0)
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from mmbroker.proto import messages as m
 from mmbroker.proto.form import list_form
 from mmbroker.proto.keys import Kind
 
-from .shell import PAGE, Peer, Shell, item, key
+from .shell import PAGE, Peer, Shell, form, item, key
 from .world import failed, kinds, refs, results
 
 # --- growth ---------------------------------------------------------------------------------------------------------
@@ -19,7 +19,9 @@ from .world import failed, kinds, refs, results
 def test_a_segment_is_asked_for_once() -> None:
     shell = Shell(grow=None, pages=16, segment=8)
     peer, other = shell.client(), shell.client()
+    empty = other.lease(m.Item(key("empty"), form(0)))
     first, second = peer.create(item("x", 2)), other.create(item("y", 2))
+    other.abort(*empty)  # whoever waits is looked at again
     assert [(grow.tier, grow.nbytes) for grow in shell.growing] == [("host", 8 * PAGE)]
     shell.grown(True)
     assert kinds(peer, first) == kinds(other, second) == ["Leased"]
