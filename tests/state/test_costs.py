@@ -135,6 +135,22 @@ def test_an_eviction_costs_the_same_however_much_is_cached() -> None:
     assert many <= few + 100, f"{few} steps among 50, {many} among 2,000"
 
 
+def test_keeping_a_limit_costs_the_same_however_much_is_cached() -> None:
+    """One idle feature too many is one eviction, of the oldest, and no look at the others."""
+
+    def one_too_many(count: int) -> int:
+        shell = roomy(cached_features=count)
+        peer = shell.client()
+        peer.cast(m.Drop(fill(peer, 0, count)))
+        (last,) = fill(peer, count, count + 1)
+        cost = steps(lambda: peer.drop(last))
+        assert shell.counters()["evictions_count"] == 1
+        return cost
+
+    few, many = one_too_many(50), one_too_many(2000)
+    assert many <= few + 100, f"{few} steps among 50, {many} among 2,000"
+
+
 def test_a_death_costs_what_the_dead_had() -> None:
     """Ten items of a dead client are cleaned up with ten items' work, whatever the others have."""
 
