@@ -124,6 +124,19 @@ def test_a_segment_that_is_used_again_stays() -> None:
     assert peer.retired == [lease.segment]
 
 
+def test_a_segment_lingers_from_when_it_was_last_empty() -> None:
+    shell = Shell(segment_linger=4.0, cached_features=0)
+    peer = shell.client()
+    (lease,) = peer.lease(item("x"))
+    peer.abort(lease)
+    shell.advance(1.0)
+    peer.abort(*peer.lease(item("y")))
+    shell.advance(3.75)
+    assert not peer.retired
+    shell.advance(0.25)
+    assert peer.retired == [lease.segment]
+
+
 # --- quotas ---------------------------------------------------------------------------------------------------------
 
 
