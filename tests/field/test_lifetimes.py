@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import mmbroker
 from mmbroker.proto import messages as m
-from mmbroker.proto.errors import FeatureMissing, NoSuchEngine
-from tests.kit import BrokerProcess, RawClient, eventually
+from mmbroker.proto.errors import BrokerLost, FeatureMissing, NoSuchEngine
+from tests.conftest import StartBroker
+from tests.kit import BrokerProcess, Puppet, RawClient, eventually
 from tests.rig import Rig, a_rig, same, values
 
 MIB = 1 << 20
@@ -85,3 +88,74 @@ def test_a_burst_before_the_engine_is_there(broker: BrokerProcess) -> None:
         for n in range(0, threads * each, 50):
             with client.put(torch.tensor([n]), to="later") as held, table.take(held.ref) as use:
                 assert use.tensor.tolist() == [n]
+
+
+def test_the_brokers_memory_thread_breaks(start_broker: StartBroker) -> None:
+    """G13. Twenty calls wait for what it was to make: all of them fail at once, for the broker ends with it."""
+    code = (
+        "import sys, mmbroker.arena.host as h\n"
+        "def broken(*a): raise AssertionError('made of nothing')\n"
+        "h.HostSegment.create = broken\n"
+        "from mmbroker.cli import main\n"
+        "main(sys.argv[3:])\n"
+    )
+    broker = start_broker(prefix=["sh", "-c", f'exec "$0" -c "{code}" "$@"'])
+    errors: list[BaseException] = []
+    with mmbroker.connect(broker.directory) as client:
+
+        def put(n: int) -> None:
+            try:
+                client.put(torch.tensor([n]), timeout=600)
+            except mmbroker.BrokerError as error:
+                errors.append(error)
+
+        callers = [threading.Thread(target=put, args=(n,)) for n in range(20)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+    assert [type(error) for error in errors] == [BrokerLost] * 20
+    assert broker.wait() == 1
+    assert "AssertionError: made of nothing" in broker.log()
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
+def test_a_producer_that_is_gone_before_its_message_is_read(
+    broker: BrokerProcess, puppet: Callable[..., Puppet], end: str
+) -> None:
+    """S7. Its requests may still run: the engine keeps what it was granted, within a grace time."""
+    producer = puppet()
+    producer("import mmbroker, os, torch")
+    with mmbroker.connect(broker.directory, name="engine") as engine:
+        table = engine.attach(engine="a", access="readonly")
+        producer(f"client = mmbroker.connect({str(broker.directory)!r}, name='producer')")
+        wire = ast.literal_eval(
+            producer("held = client.put(torch.arange(1000), to='a')\nresult = repr(held.ref.to_wire())")
+        )
+        producer.post(end)
+        producer.process.wait(20)
+        eventually(
+            lambda: [s["name"] for s in broker.status()["sessions"]] == ["engine", "status"],
+            "the producer's end",
+        )
+        with table.take(wire) as use:
+            assert same(use.tensor, torch.arange(1000))
+
+
+@pytest.mark.balanced
+@pytest.mark.parametrize(("end", "grace"), [("client.close()", 30.0), ("os.kill(os.getpid(), 9)", 0.0)])
+def test_a_producers_holds_end_after_it(
+    start_broker: StartBroker, puppet: Callable[..., Puppet], end: str, grace: float
+) -> None:
+    """S7. At once, if it took its leave; after the grace time otherwise. Then nothing of them stays."""
+    broker = start_broker(producer_grace=grace)
+    producer = puppet()
+    producer("import mmbroker, os, torch")
+    with mmbroker.connect(broker.directory, name="engine") as engine:
+        table = engine.attach(engine="a", access="readonly")
+        producer(f"client = mmbroker.connect({str(broker.directory)!r}, name='producer')")
+        producer("held = client.put(torch.arange(1000), to='a')")
+        assert table.stats()["entries"] == 1
+        producer.post(end)
+        eventually(lambda: table.stats()["entries"] == 0, "the end of the hold")
+        eventually(lambda: broker.status()["pool"]["held"] == 0, "nothing held")
