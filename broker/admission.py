@@ -55,8 +55,10 @@ class Admission:
         )  # fmt: skip
         session.requests[seq] = request
         request.timer = self.books.timers.at(deadline, lambda at: self._expire(request, at))
-        passed_over = any(r.reason is Wait.ROOM or r.engine is engine for r in self.queue.values())
-        if not self._serve(request, now, may_allocate=not passed_over):
+        ahead = [r for r in self.queue.values() if r.reason is Wait.ROOM or r.engine is engine]
+        if not self._serve(request, now, may_allocate=not ahead):
+            if request.reason is Wait.ROOM and ahead and all(r.reason is Wait.BUDGET for r in ahead):
+                request.reason = Wait.BUDGET  # behind its own engine only: nobody else waits for it
             self._wait(request, now)
 
     def _refusal(self, session: Session, items: list[Item], tier: str, lookup: bool) -> Failed | None:
@@ -265,7 +267,10 @@ class Admission:
             over: set[Engine | None] = set()
             may_allocate = True
             for request in list(self.queue.values()):
-                if request.number not in self.queue or request.engine in over:
+                if request.number not in self.queue:
+                    continue
+                if request.engine in over:
+                    request.reason = Wait.BUDGET
                     continue
                 if not may_allocate and request.reason is Wait.ROOM:
                     continue

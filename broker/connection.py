@@ -182,19 +182,20 @@ class Connection:
                 return False
         return True
 
-    def receive(self) -> list[bytes]:
-        """What the broker has sent, up to a batch; nothing means that `control_fd` will become readable first."""
+    def receive(self) -> tuple[list[bytes], bool]:
+        """What the broker has sent, up to a batch, and whether there may be more now; if not, `control_fd` becomes
+        readable, or the wake descriptor, when there is."""
         batch: list[bytes] = []
         with self._lock:
             dealer = self._dealer
             if dealer is None:
-                return batch
+                return batch, False
             sent = self._flush()
             while len(batch) < _BATCH and int(dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 batch.append(dealer.recv(zmq.NOBLOCK))
         if sent and self._outbox:  # posted by somebody who found us at it
             self._wake()
-        return batch
+        return batch, len(batch) == _BATCH
 
     @property
     def backlog(self) -> int:

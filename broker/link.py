@@ -435,7 +435,9 @@ class Link:
                 self._clear_wake()
             elif fd != connection.control_fd:
                 connection.read_lifeline()
-        while batch := connection.receive():
+        more = True
+        while more:
+            batch, more = connection.receive()
             for data in batch:
                 self._dispatch(connection, data)
 

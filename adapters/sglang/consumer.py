@@ -112,8 +112,8 @@ class Consumer:
         error = self._agree(scheduler, error)
         if error is None:
             return result
-        for item in result.mm_items if result is not None else ():
-            uses.release(item)
+        if result is not None:
+            _give_back(result.mm_items)
         measure.counters.add("errors")
         message = f"mmbroker: the features of this request cannot be had ({error})"
         if self._topology.stages > 1:
@@ -154,6 +154,14 @@ class Consumer:
         if not failed.item():
             return None
         return error or "another rank of this engine failed; its log says why"
+
+
+def _give_back(items: list[Any]) -> None:
+    """Nothing of these items is used: a log that keeps the error keeps this frame, and them with it."""
+    for item in items:
+        uses.release(item)
+        item.feature = item.precomputed_embeddings = None
+        item.model_specific_data = {}
 
 
 def _described(error: Exception) -> str:

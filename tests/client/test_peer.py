@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -243,8 +244,6 @@ def test_late_answers_are_undone(
 
 def test_an_interrupted_wait_is_undone(client: Callable[[Handler], tuple[Peer, mmbroker.Client]]) -> None:
     """Control-C while a call waits: what its answer brings is given back."""
-    import signal
-
     waiting = threading.Event()
     go = threading.Event()
 
@@ -265,8 +264,12 @@ def test_an_interrupted_wait_is_undone(client: Callable[[Handler], tuple[Peer, m
 
     killer = threading.Thread(target=interrupt)
     killer.start()
-    with pytest.raises(KeyboardInterrupt):
-        mine.lookup("k", timeout=30)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            mine.lookup("k", timeout=30)
+    finally:
+        signal.signal(signal.SIGINT, before)
     killer.join()
     go.set()
     dropped = it.wait_for(m.Drop).body

@@ -12,7 +12,7 @@ from mmbroker.proto.form import tensor_form
 from mmbroker.proto.keys import Kind
 
 from .shell import PAGE, Shell, form, item, key
-from .world import kinds, results
+from .world import cache, exists, kinds, results
 
 IMPATIENT = pytest.mark.parametrize("kind", [Kind.CONTENT, Kind.CALLER])
 ANY_KIND = pytest.mark.parametrize("kind", list(Kind))
@@ -87,6 +87,30 @@ def test_a_batch_is_granted_whole_or_waits_whole() -> None:
     assert shell.report()["pool"]["used"] == 3 * PAGE, "it holds nothing while it waits"
     other.drop(*held)
     assert kinds(peer, seq) == ["Leased", "Leased"]
+
+
+def test_a_batch_that_pieces_are_too_small_for_keeps_none_of_them() -> None:
+    shell = Shell(pages=16, segment=8)
+    peer, other = shell.client(), shell.client()
+    held = other.put(item("a", 5)) + other.put(item("b", 5))
+    seq = peer.create(item("c", 2), item("d", 2), item("e", 2))
+    assert seq not in peer.answers
+    assert shell.report()["pool"]["used"] == 10 * PAGE
+    other.drop(held[0])
+    assert kinds(peer, seq) == ["Leased"] * 3
+
+
+def test_a_batch_does_not_evict_its_own_hits_to_make_room_for_the_rest() -> None:
+    """Six there and six new do not fit ten: refused before anything is evicted. Four and six do."""
+    shell = Shell(pages=10, segment=10)
+    peer = shell.client()
+    cached = [item(n) for n in range(6)]
+    cache(peer, *cached)
+    new = [item(n) for n in range(6, 12)]
+    peer.failure(m.Create(cached + new), "PoolFull")
+    assert exists(shell, *cached) == [True] * 6
+    seq = peer.create(*cached[:4], *new)
+    assert kinds(peer, seq) == ["Hit"] * 4 + ["Leased"] * 6
 
 
 def test_a_feature_without_bytes_needs_no_segment() -> None:

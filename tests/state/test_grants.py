@@ -166,7 +166,10 @@ def test_an_engine_is_there_when_all_its_ranks_are() -> None:
     assert ranks[2].attach("engine", 2, 3).complete
     assert kinds(peer, peer.create(item("x"), to="engine")) == ["Leased"]
     ranks[0].ask(m.Detach())
-    assert "lacks rank(s) [0]" in peer.failure(m.Create([item("y")], "engine"), "NoSuchEngine").message
+    (lease,) = peer.lease(item("y"))
+    for body in (m.Create([item("z")], "engine"), m.Seal([m.Sealing(lease.lease)], "engine")):
+        assert "lacks rank(s) [0]" in peer.failure(body, "NoSuchEngine").message
+    refs(peer, peer.seal([lease]))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmbroker.proto import messages as m
@@ -33,6 +33,8 @@ EXAMPLES = int(os.environ.get("MMBROKER_TEST_EXAMPLES", "150"))
     held=st.booleans(),
     batch=batches(),
 )
+@example(segment=8, before=[], held=False, batch=[6, 6, 4])
+@example(segment=4, before=[("b", [3, 3])], held=True, batch=[1, 14])
 def test_a_batch_that_fits_is_granted_when_nothing_is_held(
     segment: int, before: list[tuple[str, list[int]]], held: bool, batch: list[int]
 ) -> None:
@@ -76,13 +78,13 @@ def test_what_cannot_be_had_evicts_nothing_from_others() -> None:
 
 
 def test_small_items_do_not_sit_in_the_way_of_large_ones() -> None:
-    """Two idle segments of four pages, and one of eight that is half held: room for eight and four."""
+    """Two empty segments of four pages, and one of eight that is half held: room for eight and four."""
     shell = Shell(segment=4)
     peer = shell.client()
-    small = peer.put(item("small", 4)) + peer.put(item("small too", 4))
+    small = peer.lease(item("small", 4)) + peer.lease(item("small too", 4))
     peer.drop(*peer.put(item("large", 8)))
     (held,) = peer.lease(item("held", 4))
-    peer.drop(*small)
+    peer.abort(*small)
     seq = peer.create(item("four", 4), item("eight", 8))
     answer = peer.answers.get(seq)
     assert isinstance(answer, m.Created)

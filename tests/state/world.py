@@ -43,6 +43,12 @@ def hit(peer: Peer, item: m.Item, to: str | None = None) -> Reference:
     return result.ref
 
 
+def cache(peer: Peer, *items: m.Item) -> None:
+    """Put and let go."""
+    for each in items:
+        peer.drop(*peer.put(each))
+
+
 def exists(shell: Shell, *items: m.Item, namespace: str = "a") -> list[bool]:
     """Is it there? Asked by a client that holds nothing afterwards, but its features are the most recently used."""
     peer = shell.client("asker", namespace)

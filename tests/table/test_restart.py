@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -196,3 +198,27 @@ def test_a_stopped_broker(start_broker: StartBroker) -> None:
         finally:
             broker.process.send_signal(signal.SIGCONT)
         assert client.lookup("k", timeout=20) is None
+
+
+def test_a_tensor_outlives_everything(start_broker: StartBroker) -> None:
+    """Table, clients and broker go; the memory is unmapped when the tensor goes."""
+
+    def mapped(address: int) -> bool:
+        ranges = (line.split(" ")[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+    broker = start_broker()
+    tensor = values(torch.float32, (300, 400))
+    with mmbroker.connect(broker.directory) as client, mmbroker.connect(broker.directory) as engine:
+        table = engine.attach(engine="a", access="readonly")
+        use = table.take(client.put(tensor, to="a").ref)
+        kept = use.tensor
+    broker.stop()
+    del use, table, engine, client
+    gc.collect()
+    assert same(kept, tensor)
+    address = kept.data_ptr()
+    assert mapped(address)
+    del kept
+    gc.collect()
+    eventually(lambda: not mapped(address), "the end of the map")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +15,6 @@ import mmbroker
 from mmbroker.proto.errors import BrokerError, FeatureMissing, StaleReference
 from mmbroker.proto.form import Part
 from mmbroker.proto.reference import Reference
-from tests.conftest import StartBroker
 from tests.kit import eventually
 from tests.rig import Rig, a_rig, bits, same, values
 
@@ -195,30 +193,6 @@ def test_a_kept_tensor_is_counted_in_the_brokers_status(rig: Rig) -> None:
     eventually(lambda: told() == 1, "the tally")
     del kept
     eventually(lambda: told() == 0, "the next tally")
-
-
-def test_a_tensor_outlives_everything(start_broker: StartBroker) -> None:
-    """Table, clients and broker go; the memory is unmapped when the tensor goes."""
-
-    def mapped(address: int) -> bool:
-        ranges = (line.split(" ")[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-        return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
-
-    broker = start_broker()
-    tensor = values(torch.float32, (300, 400))
-    with mmbroker.connect(broker.directory) as client, mmbroker.connect(broker.directory) as engine:
-        table = engine.attach(engine="a", access="readonly")
-        use = table.take(client.put(tensor, to="a").ref)
-        kept = use.tensor
-    broker.stop()
-    del use, table, engine, client
-    gc.collect()
-    assert same(kept, tensor)
-    address = kept.data_ptr()
-    assert mapped(address)
-    del kept
-    gc.collect()
-    eventually(lambda: not mapped(address), "the end of the map")
 
 
 # --- private copies -------------------------------------------------------------------------------------------------

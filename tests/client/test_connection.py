@@ -1,0 +1,157 @@
+"""Posting and receiving, step by step, on a socket that does what it is told."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from mmbroker.connection import _BATCH, Connection
+
+
+class Dealer:
+    """A control socket of no ZeroMQ."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.incoming: deque[bytes] = deque()
+        self.room = 1 << 30
+        self.on_send: Callable[[], Any] = lambda: None
+        self.on_recv: Callable[[], Any] = lambda: None
+
+    def getsockopt(self, option: int) -> int:
+        assert option == zmq.EVENTS
+        return zmq.POLLIN if self.incoming else 0
+
+    def send(self, data: bytes, flags: int) -> None:
+        assert flags == zmq.NOBLOCK
+        self.on_send()
+        if not self.room:
+            raise zmq.Again
+        self.room -= 1
+        self.sent.append(data)
+
+    def recv(self, flags: int) -> bytes:
+        assert flags == zmq.NOBLOCK
+        self.on_recv()
+        return self.incoming.popleft()
+
+
+@pytest.fixture
+def dealer() -> Dealer:
+    return Dealer()
+
+
+@pytest.fixture
+def connection(dealer: Dealer) -> Iterator[Connection]:
+    made = Connection.__new__(Connection)
+    made._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+    made._dealer = dealer  # type: ignore[assignment]
+    made._lock = threading.Lock()
+    made._outbox = deque()
+    yield made
+    os.close(made._wake_fd)
+
+
+def woken(connection: Connection) -> bool:
+    try:
+        return os.eventfd_read(connection._wake_fd) > 0
+    except BlockingIOError:
+        return False
+
+
+def test_a_post_is_sent_at_once(connection: Connection, dealer: Dealer) -> None:
+    connection.post(b"a")
+    assert dealer.sent == [b"a"]
+    assert not woken(connection)
+
+
+def test_a_finaliser_posts_in_the_middle_of_a_send(connection: Connection, dealer: Dealer) -> None:
+    """On the thread that has the lock: it neither waits for it, nor gets lost, nor overtakes."""
+    inner = iter([b"b", b"c"])
+    dealer.on_send = lambda: [connection.post(data) for data in list(inner)]
+    connection.post(b"a")
+    assert dealer.sent == [b"a", b"b", b"c"]
+
+
+def test_a_finaliser_posts_in_the_middle_of_a_receive(connection: Connection, dealer: Dealer) -> None:
+    """What it posts goes out in the receiver's next turn, which comes at once."""
+    dealer.incoming.append(b"in")
+    dealer.on_recv = lambda: connection.post(b"out")
+    assert connection.receive() == ([b"in"], False)
+    assert dealer.sent == []
+    assert woken(connection)
+    connection.receive()
+    assert dealer.sent == [b"out"]
+    assert not woken(connection)
+
+
+def test_another_thread_posts_while_the_lock_is_held(connection: Connection, dealer: Dealer) -> None:
+    """It goes on; the holder sends for it."""
+    entered, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        go.wait(20)
+        dealer.on_send = lambda: None
+
+    dealer.on_send = hold
+    first = threading.Thread(target=connection.post, args=(b"a",))
+    first.start()
+    entered.wait(20)
+    connection.post(b"b")  # returns
+    assert dealer.sent == []
+    go.set()
+    first.join()
+    assert dealer.sent == [b"a", b"b"]
+
+
+def test_a_message_that_came_during_a_send_wakes_the_receiver(connection: Connection, dealer: Dealer) -> None:
+    """The send may have taken in its signal."""
+    dealer.on_send = lambda: dealer.incoming.append(b"in")
+    connection.post(b"a")
+    assert woken(connection)
+
+
+def test_what_the_peer_does_not_take_waits_in_order(connection: Connection, dealer: Dealer) -> None:
+    dealer.room = 2
+    for data in (b"a", b"b", b"c", b"d"):
+        connection.post(data)
+    assert dealer.sent == [b"a", b"b"]
+    assert connection.backlog == 2
+    assert connection.receive() == ([], False)
+    assert not woken(connection)  # or it would turn round and round
+    dealer.room = 1
+    connection.receive()
+    dealer.room = 1
+    connection.post(b"e")
+    assert dealer.sent == [b"a", b"b", b"c", b"d"]
+    dealer.room = 10
+    connection.receive()
+    assert dealer.sent == [b"a", b"b", b"c", b"d", b"e"]
+
+
+def test_a_flood_is_handled_in_batches(connection: Connection, dealer: Dealer) -> None:
+    dealer.incoming += [b"%d" % n for n in range(2 * _BATCH + 1)]
+    got: list[bytes] = []
+    more = True
+    turns = 0
+    while more:
+        batch, more = connection.receive()
+        got += batch
+        turns += 1
+    assert got == [b"%d" % n for n in range(2 * _BATCH + 1)]
+    assert turns == 3
+
+
+def test_after_the_end_posts_are_forgotten(connection: Connection, dealer: Dealer) -> None:
+    connection._dealer = None
+    connection.post(b"a")
+    assert connection.backlog == 0
+    assert connection.receive() == ([], False)
+    assert dealer.sent == []

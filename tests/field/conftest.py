@@ -1,0 +1,3 @@
+from tests.rig import readonly
+
+__all__ = ["readonly"]

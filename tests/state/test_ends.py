@@ -1,0 +1,238 @@
+"""Ends: of producers and of ranks. What may still be touched is not used again."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmbroker import events as e
+from mmbroker.proto import messages as m
+from mmbroker.proto.keys import Kind
+
+from .shell import PAGE, Peer, Shell, item
+from .world import exists, hit, kinds, refs, results
+
+# --- producers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_writers_slot_is_its_own_until_its_process_is_gone() -> None:
+    shell = Shell(pages=4, segment=4)
+    peer, waiter = shell.client(), shell.client()
+    (lease,) = peer.lease(item("x", 4))
+    seq = waiter.create(item("y", 4), timeout=3000.0)
+    peer.end(alive=True)
+    assert (shell.report()["leases"], shell.report()["quarantined"]) == (0, 4 * PAGE)
+    shell.advance(1000.0)
+    assert seq not in waiter.answers, "it could still write"
+    peer.gone()
+    (own,) = results(waiter, seq)
+    assert isinstance(own, m.Leased)
+    assert own.generation > lease.generation
+    assert shell.report()["quarantined"] == 0
+
+
+def test_a_dead_writers_key_is_free_at_once() -> None:
+    shell = Shell()
+    peer, waiter = shell.client(), shell.client()
+    peer.lease(item("x", kind=Kind.DERIVED))
+    seq = waiter.create(item("x", kind=Kind.DERIVED))
+    peer.end(alive=True)
+    assert kinds(waiter, seq) == ["Leased"]
+
+
+def test_a_writer_whose_process_has_gone_already_leaves_nothing() -> None:
+    shell = Shell()
+    peer = shell.client()
+    peer.lease(item("x"))
+    peer.end(alive=False)
+    report = shell.report()
+    assert (report["pool"]["used"], report["ghosts"], report["sessions"]) == (0, [], [])
+
+
+def test_a_retained_slot_stays_until_the_process_is_gone() -> None:
+    shell = Shell()
+    peer = shell.client()
+    refs(peer, peer.seal(peer.lease(item("x")), retained=True))
+    peer.end(alive=True)
+    assert (shell.report()["writer_pins"], shell.report()["features_idle"]) == (1, 0)
+    peer.gone()
+    assert (shell.report()["writer_pins"], shell.report()["features_idle"]) == (0, 1)
+
+
+def test_a_dead_producers_holds_go_on_for_the_grace_time() -> None:
+    shell = Shell(producer_grace=30.0)
+    peer = shell.client()
+    (rank,) = shell.engine()
+    (ref,) = peer.put(item("x"), to="engine")
+    peer.end()
+    shell.advance(29.75)
+    assert list(rank.entries) == [ref.hold], "a request that was sent is still served"
+    rank.prompt = False
+    shell.advance(0.25)
+    assert list(rank.dismissed) == [ref.hold]
+    rank.settle()
+    assert shell.report()["holds"] == 0
+
+
+def test_a_dead_producers_own_holds_end_at_once() -> None:
+    shell = Shell(pages=4, segment=4)
+    peer, waiter = shell.client(), shell.client()
+    peer.put(item("x", 4))
+    seq = waiter.create(item("y", 4))
+    peer.end(alive=True)
+    assert kinds(waiter, seq) == ["Leased"]
+
+
+def test_what_a_dead_producer_was_still_asking_for_is_over_at_once() -> None:
+    shell = Shell()
+    peer = shell.client()
+    (rank,) = shell.engine(prompt=False)
+    seq = peer.seal(peer.lease(item("x")), "engine")
+    rank.ack()
+    seq = peer.seal(peer.lease(item("y")), "engine")
+    assert seq not in peer.answers
+    (asked,) = rank.granted
+    peer.end()
+    assert list(rank.dismissed) == [asked], "nobody has seen that reference"
+    assert seq not in peer.answers, "nor is anybody there to be told"
+
+
+def test_what_a_dead_client_waited_for_is_forgotten() -> None:
+    shell = Shell(pages=4, segment=4)
+    peer, waiter = shell.client(), shell.client()
+    (held,) = peer.put(item("x", 4))
+    waiter.create(item("y", 4))
+    waiter.end()
+    peer.drop(held)
+    assert (shell.report()["leases"], shell.report()["waiting"]) == (0, [])
+
+
+def test_after_its_end_a_session_is_not_heard() -> None:
+    shell = Shell()
+    peer = shell.client()
+    (lease,) = peer.lease(item("x"))
+    peer.end(alive=True)
+    assert (
+        shell.broker.handle(e.Called(peer.number, 50, 5.0, m.Seal([m.Sealing(lease.lease)])), shell.now) == []
+    )
+    assert shell.broker.handle(e.Called(peer.number, 0, 0.0, m.Abort([lease.lease])), shell.now) == []
+    assert shell.broker.handle(e.Called(peer.number, 51, 5.0, m.Create([item("y")])), shell.now) == []
+    assert (shell.report()["quarantined"], shell.report()["leases"]) == (PAGE, 0)
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def held_by_rank(shell: Shell) -> tuple[Peer, Peer, int]:
+    """A producer that let go of a feature of 4 pages that a rank has not settled, and a create that waits for it."""
+    peer = shell.client()
+    (rank,) = shell.engine()
+    (ref,) = peer.put(item("x", 4), to="engine")
+    rank.prompt = False
+    peer.drop(ref)
+    return peer, rank, peer.create(item("y", 4), timeout=3000.0)
+
+
+def test_a_rank_has_settled_everything_when_its_process_is_gone() -> None:
+    shell = Shell(pages=4, segment=4)
+    peer, rank, seq = held_by_rank(shell)
+    rank.end(alive=True)
+    shell.advance(1000.0)
+    assert seq not in peer.answers, "the end of its session is not the end of its tensors"
+    assert [ghost["grants"] for ghost in shell.report()["ghosts"]] == [1]
+    rank.gone()
+    assert kinds(peer, seq) == ["Leased"]
+    assert not shell.report()["ghosts"]
+
+
+def test_a_rank_whose_process_has_gone_already() -> None:
+    shell = Shell(pages=4, segment=4)
+    peer, rank, seq = held_by_rank(shell)
+    rank.end(alive=False)
+    assert kinds(peer, seq) == ["Leased"]
+
+
+def test_a_process_may_confirm_that_it_let_go_of_an_earlier_session() -> None:
+    shell = Shell(pages=4, segment=4)
+    peer, rank, seq = held_by_rank(shell)
+    rank.end(alive=True)
+    back = shell.client(pid=rank.pid)
+    back.attach("engine")
+    assert seq not in peer.answers, "attaching again is no confirmation"
+    assert isinstance(back.ask(m.Released(rank.number)), m.Done)
+    assert kinds(peer, seq) == ["Leased"]
+
+
+def test_nobody_else_may_confirm_that() -> None:
+    shell = Shell(pages=4, segment=4)
+    peer, rank, seq = held_by_rank(shell)
+    rank.end(alive=True)
+    for stranger in (peer, shell.client(), shell.client(namespace="b", pid=rank.pid)):
+        stranger.failure(m.Released(rank.number), "UnknownSession")
+    assert seq not in peer.answers
+    assert isinstance(peer.ask(m.Released(10**6)), m.Done), "what is not known has been let go of"
+
+
+def test_a_confirmation_may_come_before_the_end() -> None:
+    """The new session can be quicker than the news of the old one's end."""
+    shell = Shell(pages=4, segment=4)
+    peer, rank, seq = held_by_rank(shell)
+    back = shell.client(pid=rank.pid)
+    back.ask(m.Released(rank.number))
+    assert seq not in peer.answers
+    rank.end(alive=True)
+    assert kinds(peer, seq) == ["Leased"]
+
+
+def test_a_lost_rank_leaves_the_others_and_the_holds_alone() -> None:
+    shell = Shell()
+    peer = shell.client()
+    one, two = shell.engine(world=2)
+    (ref,) = peer.put(item("x"), to="engine")
+    one.end()
+    assert list(two.entries) == [ref.hold]
+    peer.drop(ref)
+    assert shell.report()["holds"] == 0
+    assert not two.entries
+
+
+def test_a_segment_that_an_untraceable_process_may_write_is_never_used_again() -> None:
+    shell = Shell(pages=8, segment=4)
+    peer, ghost = shell.client(), shell.client(traceable=False)
+    (neighbour,) = peer.put(item("neighbour"))
+    peer.drop(*peer.put(item("idle")))
+    (lease,) = ghost.lease(item("x"))
+    ghost.end(alive=True)
+    assert not shell.report()["ghosts"], "nothing more will be heard of it"
+    assert [arena["retired"] for arena in shell.report()["arenas"]] == [1]
+    assert exists(shell, item("neighbour"), item("idle")) == [True, False]
+    (fresh,) = peer.lease(item("fresh"))
+    assert fresh.segment != lease.segment
+    assert not peer.retired, "what is held in it stays"
+    peer.drop(neighbour)
+    assert peer.retired == [lease.segment]
+    assert exists(shell, item("neighbour")) == [False]
+    assert shell.report()["pool"]["used"] == PAGE
+
+
+@pytest.mark.parametrize("what", ["reads", "retains"])
+def test_what_an_untraceable_process_may_touch_stays_readable_and_takes_its_segment_along(what: str) -> None:
+    shell = Shell(pages=4, segment=4)
+    peer, ghost = shell.client(), shell.client(traceable=False)
+    if what == "reads":
+        ghost.attach("engine")
+        ghost.prompt = True
+        (ref,) = peer.put(item("x"), to="engine")
+        (grant,) = ghost.entries.values()
+        segment = grant.segment
+        ghost.end(alive=True)
+        peer.drop(ref)
+    else:
+        (lease,) = ghost.lease(item("x"))
+        segment = lease.segment
+        refs(ghost, ghost.seal([lease], retained=True))
+        ghost.end(alive=True)
+    peer.drop(hit(peer, item("x")))
+    assert not peer.retired
+    (lease,) = peer.lease(item("y", 4))
+    assert lease.segment != segment
+    assert shell.counters()["segments_discarded"] == 1
