@@ -17,7 +17,7 @@ from tests.conftest import StartBroker
 from tests.kit import PATIENCE, BrokerProcess, RawClient, eventually
 
 COMMANDS = ("start", "status", "stop", "ls", "doctor", "demo")
-UNBUILT = ("--gpu", "--device-mib", "--device-reserve-mib", "--device-headroom-mib", "--http")
+UNBUILT = ("--http",)
 
 
 def mmbroker(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -119,7 +119,7 @@ def test_flags_of_later_versions_are_refused_and_not_listed(broker_root: Path, f
     assert flag not in mmbroker("start", "--help").stdout
     result = mmbroker("start", flag, "1", MMBROKER_DIR=str(broker_root))
     assert result.returncode == 2
-    assert f"{flag}: this version has no device arena" in result.stderr
+    assert f"{flag}: this version has no web page" in result.stderr
 
 
 def test_settings_that_make_no_sense(broker_root: Path, tmp_path: Path) -> None:
