@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -151,18 +152,21 @@ def run(sections: list[str], plan: Plan, file: Path | None) -> dict[str, Any]:
         "gpu": {"uuid": uuid(), "driver": "fake" if fake() else "cuda"},
         "failed": {},
     }
-    for section in sections:
-        try:
-            with Workshop() as shop:
+    with ExitStack() as stack:
+        shop = stack.enter_context(Workshop())
+        for section in sections:
+            try:
                 found |= SECTIONS[section](shop, plan, settings, say)
-        except Exception as error:
-            traceback.print_exc()
-            found["failed"][section] = f"{type(error).__name__}: {error}"
-        found["goals"] = gpu_tables.goals(found)
-        found["seconds"] = round(time.monotonic() - started, 1)
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(found, indent=1) + os.linesep)
+            except Exception as error:
+                traceback.print_exc()
+                found["failed"][section] = f"{type(error).__name__}: {error}"
+                stack.close()  # its processes are in no state that anybody knows
+                shop = stack.enter_context(Workshop())
+            found["goals"] = gpu_tables.goals(found)
+            found["seconds"] = round(time.monotonic() - started, 1)
+            if file is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps(found, indent=1) + os.linesep)
     say("done")
     return found
 

@@ -59,24 +59,25 @@ class Reader(Engine):
         for peer in peers:
             poller.register(peer, select.POLLIN)
         by_fd = {peer.fileno(): peer for peer in peers}
-        waiting: list[list[Any]] = []  # use or None, reference, seed, peer, token
+        waiting: list[list[Any]] = []  # use or None, reference, seed, token, descriptor
         while by_fd or waiting:
-            quiet = len(waiting) > OPEN or not by_fd
-            for fd, _ in poller.poll(0 if quiet or waiting else 100):
+            # Uses pile up as long as more comes, and are drained when nothing does.
+            ready = poller.poll(0 if len(waiting) > OPEN or not by_fd else 2 if waiting else 100)
+            for fd, _ in ready:
                 data = by_fd[fd].recv(1 << 17)
-                if not data:
+                if data:
+                    waiting += [[None, *item, fd] for item in msgspec.msgpack.decode(data)]
+                else:
                     poller.unregister(fd)
                     by_fd.pop(fd)
-                    continue
-                waiting += [[None, *item, fd] for item in msgspec.msgpack.decode(data)]
-            while len(waiting) > (OPEN if by_fd else 0):
+            if waiting and (len(waiting) > OPEN or not ready):
                 at = draw.randrange(len(waiting))
                 waiting[at], waiting[-1] = waiting[-1], waiting[at]
-                if done := self._visit(waiting[-1], draw):
-                    _, _, _, token, fd = waiting.pop()
+                if self._visit(waiting[-1], draw):
+                    *_, token, fd = waiting.pop()
                     if fd in by_fd:
                         by_fd[fd].send(token.to_bytes(8, "little"))
-                    self._count["features"] += done
+                    self._count["features"] += 1
         for peer in peers:
             peer.close()
         return self.counts()

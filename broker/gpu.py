@@ -221,10 +221,9 @@ class Gpu:
             self.driver.synchronize(self._loading[-1].event)
 
     def await_readers(self) -> None:
-        """Wait for everything that is in the streams by now on which our tensors were read or written."""
-        for event in self.fences():
-            self.driver.synchronize(event)
-            self._events.append(event)
+        """Wait for everything that this process has told the GPU to do: a stream that we knew may be destroyed."""
+        if self._ready:
+            self.driver.finish()
 
     def echo(self, place: Place, offset: int, written: memoryview, read: memoryview) -> None:
         """Host bytes to a place through its writable address, and back through the readable one. Waits."""
@@ -303,8 +302,9 @@ class Gpu:
         except IndexError:
             return self.driver.event()
 
-    def fence(self, stream: object) -> int:
-        """An event behind everything that is in a stream by now; None: in torch's current one."""
+    def fence(self, stream: object, remember: bool = False) -> int:
+        """An event behind everything that is in a stream by now; None: in torch's current one. `remember`: `fences`
+        shall include it; such a stream must not be destroyed before this client is closed."""
         self._use()
         raw: int = self.driver.current_stream(self.uuid) if stream is None else _raw(stream)
         event = self._event()
@@ -313,11 +313,12 @@ class Gpu:
         except BaseException:
             self._events.append(event)
             raise
-        self._streams[raw] = None
+        if remember:
+            self._streams[raw] = None
         return event
 
     def fences(self) -> list[int]:
-        """As `fence`, behind every stream on which our tensors were read or written, as far as was ever told."""
+        """As `fence`, behind every stream that was to be remembered, and our own."""
         events: list[int] = []
         for stream in list(self._streams):
             try:

@@ -122,6 +122,12 @@ class _Entry:
         self.exporters[id(watch)] = watch
         return tensors, watch, place
 
+    def let_go(self) -> None:
+        """The client is closed: what nobody uses goes now, what is in use goes with its last tensor."""
+        self.ready.clear()
+        if not self.uses:
+            self.place, self.memory = None, memoryview(b"")
+
     @property
     def kept(self) -> bool:
         """Is a tensor that was handed out still alive?"""
@@ -179,13 +185,14 @@ class Use:
         """No longer in use. Idempotent. A tensor kept beyond this stays valid, and its memory stays in use.
 
         `stream`: the device stream that last read it, as torch's object or its raw number; None: the current one. The
-        memory stays in use until what is in that stream by now is done. Of no meaning on the CPU.
+        memory stays in use until what is in that stream by now is done. The stream must live as long as the client, as
+        torch's own do. Of no meaning on the CPU.
         """
         entry, self._entry = self._entry, None
         if entry is None:
             return
+        gpu = entry.table.gpu
         try:
-            gpu = entry.table.gpu
             if self._built is not None and gpu is not None:
                 self._fence(entry, gpu, stream)
             self._built = None
@@ -196,6 +203,8 @@ class Use:
                 entry.outlived = True
         finally:
             entry.uses.pop(id(self), None)
+        if gpu is not None and gpu.closed:
+            entry.let_go()
 
     def _fence(self, entry: _Entry, gpu: Gpu, stream: object) -> None:
         place = entry.place
@@ -205,7 +214,7 @@ class Use:
         if gpu.quiet:
             return  # what is recorded now would become part of a graph
         with suppress(DriverError):
-            entry.fences.append(gpu.fence(stream))
+            entry.fences.append(gpu.fence(stream, remember=True))
             entry.outlived = False
             if gpu.closed:  # nobody asks about it any more
                 gpu.recycle(entry.fences)
@@ -497,7 +506,7 @@ class FeatureTable:
                 self._next_complaint = now + _COMPLAINT
                 _log.warning(
                     "mmbroker: engine %s has features on the host, %d up to now, because: %s",
-                    self.engine, self._load_failures, error,
+                    self.engine, self._load_failures, str(error),
                 )  # fmt: skip
             return False
         return True
@@ -702,11 +711,9 @@ class FeatureTable:
     def end(self) -> None:
         """Nobody receives for this table any more."""
         for entry in (*self._entries.values(), *self._over):
-            entry.ready.clear()
             if self.gpu is not None:
                 self.gpu.recycle(entry.fences)
-            if not entry.uses:
-                entry.place = None
+            entry.let_go()
 
     @property
     def empty(self) -> bool:

@@ -122,6 +122,10 @@ class Driver(Protocol):
         """Wait here for the event. Without the GIL."""
         ...
 
+    def finish(self) -> None:
+        """Wait here for everything in all streams. Without the GIL."""
+        ...
+
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Copy between any two addresses. Host memory that is not pinned makes it wait, or be slow."""
         ...

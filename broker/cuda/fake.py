@@ -241,6 +241,10 @@ class FakeDriver:
         if work is not None:
             self.engine.finish(work)
 
+    def finish(self) -> None:
+        self._call("cuCtxSynchronize", unsafe=True)
+        self.engine.finish_all()
+
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         self._call("cuMemcpyAsync")
         for offset, size in cut(self.pins, dst, src, nbytes) or ((0, nbytes),):

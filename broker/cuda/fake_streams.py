@@ -111,6 +111,11 @@ class Engine:
         with self._changed:
             self._changed.wait_for(lambda: work.done)
 
+    def finish_all(self) -> None:
+        """Wait until no work is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(self._streams.values()))
+
     def touched(self, address: int, nbytes: int) -> bool:
         """Whether work that is not done yet reads or writes any of these bytes."""
         with self._changed:

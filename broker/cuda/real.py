@@ -193,6 +193,9 @@ class RealDriver:
     def synchronize(self, event: int) -> None:
         self._call("cuEventSynchronize", event)
 
+    def finish(self) -> None:
+        self._call("cuCtxSynchronize")
+
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         for offset, size in cut(self._pins, dst, src, nbytes) or ((0, nbytes),):
             if code := self._copy(dst + offset, src + offset, size, stream):
