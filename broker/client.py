@@ -383,6 +383,8 @@ class Client:
         self._link.check()
         if access not in ("copy", "readonly"):
             raise ValueError(f"access is 'copy' or 'readonly', not {access!r}")
+        if not (device in ("cpu", "cuda") or device.startswith(("cuda:", "GPU-"))):
+            raise ValueError(f"device is 'cpu', 'cuda', 'cuda:N' or a GPU's UUID, not {device!r}")
         if any(table.attached for table in self._tables):
             raise BrokerError(
                 "this client is attached already: close its table first, or connect another client"
