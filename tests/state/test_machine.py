@@ -60,8 +60,8 @@ MOVES = {
     "status": 1,
     "detach": 1,
     "producer_ends": 1,
-    "rank_ends": 1,
-    "ghost_comes_back": 1,
+    "rank_ends": 2,
+    "ghost_comes_back": 2,
     "ghost_goes": 1,
 }
 
@@ -388,7 +388,7 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(
-    max_examples=int(os.environ.get("MMBROKER_TEST_EXAMPLES", "150")),
+    max_examples=int(os.environ.get("MMBROKER_TEST_EXAMPLES", "300")),
     stateful_step_count=60,
     deadline=None,
     print_blob=True,
