@@ -17,7 +17,7 @@ from .connection import Connection
 from .tensors import export, layout
 
 if TYPE_CHECKING:
-    from .client import Client
+    from .belongings import Belongings
 
 
 class Held:
@@ -27,10 +27,10 @@ class Held:
     the end of a ``with`` block, or `Client.close`; and for a grace time after its process has died.
     """
 
-    __slots__ = ("_client", "ref", "session")
+    __slots__ = ("_owner", "ref", "session")
 
-    def __init__(self, client: Client, ref: Reference, session: int) -> None:
-        self._client = client
+    def __init__(self, owner: Belongings, ref: Reference, session: int) -> None:
+        self._owner = owner
         self.ref = ref
         self.session = session
 
@@ -41,7 +41,7 @@ class Held:
 
     def drop(self) -> None:
         """End the hold. Idempotent, never waits, from any thread and any finaliser; nothing for a lost session's."""
-        self._client._drop(self)
+        self._owner.drop(self)
 
     def __enter__(self) -> Held:
         return self
@@ -88,7 +88,7 @@ class Lease:
 
     def __init__(
         self,
-        client: Client,
+        owner: Belongings,
         connection: Connection,
         leased: Leased,
         form: Form,
@@ -100,7 +100,7 @@ class Lease:
         self.held: Held | None = None
         self.broken = False
         self.closed = False
-        self._client = client
+        self._owner = owner
         self.connection = connection
         self._leased = leased
         self._to = to
@@ -130,8 +130,8 @@ class Lease:
 
     def check(self) -> None:
         """Raise unless the slot is still to be written by us."""
-        if self._client._link.forked:
-            self._client._link.check()
+        if self._owner.link.forked:
+            self._owner.link.check()
         if self.closed:
             raise LeaseClosed("this lease was sealed or aborted already: get a new one")
         if self.broken or self.connection.lost:
@@ -145,14 +145,14 @@ class Lease:
         A tensor over the slot that is still alive must not be written any more.
         """
         self.check()
-        held = self._client._seal([self], self._to, self._private, timeout)[0]
+        held = self._owner.seal([self], self._to, self._private, timeout)[0]
         self.held = held
         return held
 
     def abort(self) -> None:
         """Give the slot back unwritten. Idempotent, never waits."""
         if not self.closed:
-            self._client._lease_over(self.end(), [Abort([self.number])])
+            self._owner.lease_over(self.end(), [Abort([self.number])])
 
     def end(self) -> Slot:
         """The slot is no longer to be written by us: let go of our own tensor over it."""
