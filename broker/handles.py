@@ -21,7 +21,7 @@ from .gpu import Gpu, Place
 from .tensors import Source, export, layout
 
 if TYPE_CHECKING:
-    from .client import Client
+    from .belongings import Belongings
 
 
 class Held:
@@ -31,10 +31,10 @@ class Held:
     the end of a ``with`` block, or `Client.close`; and for a grace time after its process has died.
     """
 
-    __slots__ = ("_client", "ref", "session")
+    __slots__ = ("_owner", "ref", "session")
 
-    def __init__(self, client: Client, ref: Reference, session: int) -> None:
-        self._client = client
+    def __init__(self, owner: Belongings, ref: Reference, session: int) -> None:
+        self._owner = owner
         self.ref = ref
         self.session = session
 
@@ -45,7 +45,7 @@ class Held:
 
     def drop(self) -> None:
         """End the hold. Idempotent, never waits, from any thread and any finaliser; nothing for a lost session's."""
-        self._client._drop(self)
+        self._owner.drop(self)
 
     def __enter__(self) -> Held:
         return self
@@ -99,7 +99,7 @@ class Lease:
 
     def __init__(
         self,
-        client: Client,
+        owner: Belongings,
         connection: Connection,
         leased: Leased,
         form: Form,
@@ -111,7 +111,7 @@ class Lease:
         self.held: Held | None = None
         self.broken = False
         self.closed = False
-        self._client = client
+        self._owner = owner
         self.connection = connection
         self._leased = leased
         self._to = to
@@ -119,7 +119,7 @@ class Lease:
         self._tensors: list[torch.Tensor] | None = None
         self._exporter: weakref.ref[Any] | None = None
         on_device = leased.tier == "device" and leased.segment
-        self._gpu = client._gpu(connection.device) if on_device else None
+        self._gpu = owner.gpu(connection.device) if on_device else None
         self._touched = False  # our streams may be writing it
 
     @property
@@ -160,8 +160,8 @@ class Lease:
 
     def check(self) -> None:
         """Raise unless the slot is still to be written by us."""
-        if self._client._link.forked:
-            self._client._link.check()
+        if self._owner.link.forked:
+            self._owner.link.check()
         if self.closed:
             raise LeaseClosed("this lease was sealed or aborted already: get a new one")
         if self.broken or self.connection.lost:
@@ -178,7 +178,7 @@ class Lease:
         self.check()
         if self._gpu is not None:
             self._gpu.finish()
-        held = self._client._seal([self], self._to, self._private, timeout)[0]
+        held = self._owner.seal([self], self._to, self._private, timeout)[0]
         self.held = held
         return held
 
@@ -189,7 +189,7 @@ class Lease:
             if self._gpu is not None and self._touched:
                 with suppress(DriverError):
                     slot.fences.extend([*self._gpu.fences(), self._gpu.fence(None)])
-            self._client._lease_over(slot, [Abort([self.number])])
+            self._owner.lease_over(slot, [Abort([self.number])])
 
     def end(self) -> Slot:
         """The slot is no longer to be written by us: let go of our own tensor over it."""

@@ -35,34 +35,25 @@ from mmbroker.proto.errors import (
     make,
 )
 from mmbroker.proto.messages import (
-    Abort,
     Answer,
-    Attach,
-    Attached,
     Body,
     Broken,
-    Create,
     Created,
     Detach,
     Dismissed,
-    Drop,
     Failed,
-    Found,
     Grant,
     Granted,
-    Hit,
     Leased,
-    Lookup,
     Offer,
     Offered,
     Released,
     Reply,
     Retired,
-    Seal,
-    Sealed,
 )
 
 from . import mapping
+from .calls import Waiter, describe, undoing
 from .connection import Connection, start_command
 from .mapping import Mapping
 
@@ -80,18 +71,6 @@ _ATTEMPT: Final = 2.0
 _TICK: Final = 1.0
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
-
-
-class _Waiter:
-    """One thread that waits for one answer."""
-
-    __slots__ = ("answer", "arrived", "error")
-
-    def __init__(self) -> None:
-        self.answer: Reply | None = None
-        self.error: BrokerError | None = None
-        self.arrived = threading.Lock()
-        self.arrived.acquire()
 
 
 class Link:
@@ -129,7 +108,7 @@ class Link:
         self.chores: Callable[[float], float] = lambda now: _TICK
         self._asked_namespace = namespace
         self._numbers = count(1)
-        self._waiting: dict[int, _Waiter] = {}
+        self._waiting: dict[int, Waiter] = {}
         self._jobs: deque[Callable[[], None]] = deque()
         self._closing = False
         self._closed = False
@@ -225,7 +204,7 @@ class Link:
             raise DeadlineExceeded(f"no time is left for {describe(body)}: the deadline has passed")
         connection = connection or self._connection
         seq = next(self._numbers)
-        waiter = self._waiting[seq] = _Waiter()
+        waiter = self._waiting[seq] = Waiter()
         try:
             connection.post(connection.encode(seq, timeout, body))
             if connection.lost:  # perhaps after the receiver thread had failed all others
@@ -248,7 +227,7 @@ class Link:
             )
         return waiter.answer, connection
 
-    def _wait(self, waiter: _Waiter, seconds: float) -> bool:
+    def _wait(self, waiter: Waiter, seconds: float) -> bool:
         if threading.current_thread() is not self._thread:
             return waiter.arrived.acquire(timeout=seconds)
         # The receiver thread itself, in `on_connected`: it has to receive while it waits.
@@ -481,25 +460,10 @@ class Link:
         waiter.answer, waiter.error = body, error
         waiter.arrived.release()
 
-    def _undo(self, body: Reply | None) -> None:
+    def _undo(self, answer: Reply | None) -> None:
         """Give back what an answer brought that its caller will not see."""
-        if isinstance(body, Created):
-            self._give_back(
-                [r.ref.hold for r in body.results if isinstance(r, Hit)],
-                [r.lease for r in body.results if isinstance(r, Leased)],
-            )
-        elif isinstance(body, Found):
-            self._give_back([ref.hold for ref in body.refs if ref is not None], [])
-        elif isinstance(body, Sealed):
-            self._give_back([ref.hold for ref in body.refs], [])
-        elif isinstance(body, Attached):
-            self.cast(Detach())
-
-    def _give_back(self, holds: list[int], leases: list[int]) -> None:
-        if holds:
-            self.cast(Drop(holds))
-        if leases:
-            self.cast(Abort(leases))
+        for word in undoing(answer):
+            self.cast(word)
 
 
 def _ignore(_: object) -> None:
@@ -511,26 +475,6 @@ def _fulfil(future: Future[T], job: Callable[[], T]) -> None:
         future.set_result(job())
     except BaseException as error:
         future.set_exception(error)
-
-
-def describe(body: Body) -> str:
-    """A call in a few words, for messages."""
-    match body:
-        case Create(items=items, to=to):
-            nbytes = sum(item.form.nbytes for item in items)
-            return f"the request for {len(items)} feature(s), {nbytes} bytes{_for(to)}"
-        case Seal(leases=leases, to=to):
-            return f"the seal of {len(leases)} feature(s){_for(to)}"
-        case Lookup(keys=keys, to=to):
-            return f"the lookup of {len(keys)} key(s){_for(to)}"
-        case Attach(engine=engine, rank=rank):
-            return f"the attachment as rank {rank} of engine {engine!r}"
-        case _:
-            return f"the {type(body).__name__.lower()} call"
-
-
-def _for(engine: str | None) -> str:
-    return "" if engine is None else f" for engine {engine!r}"
 
 
 def _after_fork_in_child() -> None:

@@ -23,9 +23,11 @@ class Dealer:
         self.room = 1 << 30
         self.on_send: Callable[[], Any] = lambda: None
         self.on_recv: Callable[[], Any] = lambda: None
+        self.on_look: Callable[[], Any] = lambda: None
 
     def getsockopt(self, option: int) -> int:
         assert option == zmq.EVENTS
+        self.on_look()
         return zmq.POLLIN if self.incoming else 0
 
     def send(self, data: bytes, flags: int) -> None:
@@ -42,6 +44,25 @@ class Dealer:
         return self.incoming.popleft()
 
 
+class NeverWaited:
+    """A lock that fails whoever would have to wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.release = self._lock.release
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        got = self._lock.acquire(blocking=False)
+        assert got or not blocking, "somebody waited"
+        return got
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 @pytest.fixture
 def dealer() -> Dealer:
     return Dealer()
@@ -52,7 +73,7 @@ def connection(dealer: Dealer) -> Iterator[Connection]:
     made = Connection.__new__(Connection)
     made._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
     made._dealer = dealer  # type: ignore[assignment]
-    made._lock = threading.Lock()
+    made._lock = NeverWaited()  # type: ignore[assignment]
     made._outbox = deque()
     yield made
     os.close(made._wake_fd)
@@ -111,6 +132,14 @@ def test_another_thread_posts_while_the_lock_is_held(connection: Connection, dea
     assert dealer.sent == [b"a", b"b"]
 
 
+def test_a_post_between_the_last_send_and_the_release(connection: Connection, dealer: Dealer) -> None:
+    """Nobody else would send it."""
+    late = iter([b"b"])
+    dealer.on_look = lambda: [connection.post(data) for data in late]
+    connection.post(b"a")
+    assert dealer.sent == [b"a", b"b"]
+
+
 def test_a_message_that_came_during_a_send_wakes_the_receiver(connection: Connection, dealer: Dealer) -> None:
     """The send may have taken in its signal."""
     dealer.on_send = lambda: dealer.incoming.append(b"in")
@@ -123,6 +152,7 @@ def test_what_the_peer_does_not_take_waits_in_order(connection: Connection, deal
     for data in (b"a", b"b", b"c", b"d"):
         connection.post(data)
     assert dealer.sent == [b"a", b"b"]
+    assert list(connection._outbox) == [b"c", b"d"]
     assert connection.backlog == 2
     assert connection.receive() == ([], False)
     assert not woken(connection)  # or it would turn round and round

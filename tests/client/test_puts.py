@@ -286,7 +286,7 @@ def test_a_put_that_fails_leaves_nothing(
         return write(*args)
 
     if at == "seal":
-        monkeypatch.setattr(client, "_seal", failing)
+        monkeypatch.setattr(client._own, "seal", failing)
     else:
         monkeypatch.setattr(tensors.Source, "write", failing)
     with pytest.raises(type(error)):

@@ -105,7 +105,7 @@ def test_the_brokers_memory_thread_breaks(start_broker: StartBroker) -> None:
 
         def put(n: int) -> None:
             try:
-                client.put(torch.tensor([n]), timeout=600)
+                client.put(torch.tensor([n]), timeout=20)
             except mmbroker.BrokerError as error:
                 errors.append(error)
 

@@ -148,14 +148,18 @@ def path(s: State, parent: dict[State, Next]) -> tuple[Step, ...]:
     return tuple(reversed(back))
 
 
-def walk(w: World, rng: random.Random, faulty: float = 0.1) -> list[Next]:
-    """One random run, until nothing but faults is left; `faulty` is a fault's weight against another step's."""
+def walk(w: World, rng: random.Random) -> list[Next]:
+    """One random run, until nothing but faults is left. Each kind of step is likely in one run, rare in another."""
     s, run = w.start(), []
+    weights: dict[str, float] = {}
     while True:
         following = list(steps(s, w))
         if all(step.fault for step, _ in following):
             return run
-        step, s = rng.choices(following, [faulty if step.fault else 1.0 for step, _ in following])[0]
+        for step, _ in following:
+            if step.what not in weights:
+                weights[step.what] = rng.choice([0.0, 0.05, 0.2] if step.fault else [0.02, 1.0, 1.0])
+        step, s = rng.choices(following, [weights[step.what] for step, _ in following])[0]
         run.append((step, s))
 
 

@@ -318,6 +318,8 @@ class Ledger:
                     hold = self.holds[number]
                     assert hold.ranks.get(session) in ("granted", "acked"), "dismissed without a grant"
                     assert session not in hold.dismissed, "dismissed twice"
+                    ended = hold.over or hold.orphaned + self.limits.producer_grace <= self.now
+                    assert ended or hold.owner is None, "dismissed though its producer holds it"
                     hold.dismissed.add(session)
             case m.Retired(segments):
                 for number in segments:

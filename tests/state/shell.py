@@ -49,6 +49,7 @@ class Peer:
         self.granted: dict[int, m.Grant] = {}  # not acknowledged yet
         self.entries: dict[int, m.Grant] = {}  # acknowledged, not dismissed yet
         self.dismissed: dict[int, m.Grant] = {}  # not settled yet
+        self.told: set[int] = set()  # holds it was ever dismissed from
         self.retired: list[int] = []
         self.ended = False
 
@@ -155,6 +156,7 @@ class Peer:
                 if self.prompt:
                     self.shell.soon(self.ack)
             case m.Dismissed(holds):
+                self.told.update(holds)
                 for hold in holds:
                     grant = self.entries.pop(hold, None) or self.granted.get(hold)
                     if grant is not None:

@@ -391,6 +391,22 @@ def test_takes_race_with_dismissals(rig: Rig) -> None:
     rig.settled()
 
 
+def test_a_dismissal_in_the_middle_of_a_take(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the entry was found, before its mark was set: the take sees it, and misses."""
+    held, _ = put(rig)
+    use = mmbroker.Use
+
+    def dismissed_first(entry: Any) -> mmbroker.Use:
+        held.drop()
+        rig.settled()
+        return use(entry)
+
+    monkeypatch.setattr("mmbroker.table.Use", dismissed_first)
+    with pytest.raises(FeatureMissing):
+        rig.table.take(held.ref)
+    assert stats(rig, "busy", "unsettled") == (0, 0)
+
+
 # --- attaching ------------------------------------------------------------------------------------------------------
 
 
