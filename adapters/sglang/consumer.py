@@ -3,16 +3,17 @@
 One `Consumer` a scheduler process. What it adds to the scheduler thread is that look-up and the unpacking of what
 still travels inside the request; it sends no message, copies no feature, hashes nothing.
 
-Ranks of one engine must agree whether a request goes on: one that ran it alone would wait for the others for ever. All
-ranks have acknowledged a feature before its request is sent, so they agree by themselves unless something is broken;
-where one engine has several ranks that share each request, they compare notes all the same (`_agree`).
+Ranks that share a request must agree whether it goes on: one that ran it alone would wait for the others for ever. All
+of them have acknowledged its features before it was sent, so they agree unless something is broken. To be sure of it,
+everything that may fail is done when requests arrive, for all that arrived at once, and then the ranks compare notes:
+once for each arrival with features in it, and only where there are several such ranks.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -46,8 +47,13 @@ class Topology:
         return self.stage == 0
 
 
+Envelope = dict[str, Any]
+#: Uses and their tensors, by hold.
+Taken = dict[tuple[bytes, int], tuple[mmbroker.Use, Any]]
+
+
 class Consumer:
-    """Takes for one scheduler. `fail` raises what makes this version of SGLang fail the one request it is at."""
+    """Takes for one scheduler. `fail` is how this version of SGLang fails one request; it raises, or gives inputs."""
 
     def __init__(
         self, settings: Settings, scheduler: Any, topology: Topology, fail: Callable[[Any, Any, str], Any]
@@ -56,7 +62,9 @@ class Consumer:
         self._fail = fail
         self._table: mmbroker.FeatureTable | None = None
         self._engine = settings.engine
-        self._device = "cpu"
+        self._group = _peers(scheduler) if topology.takes else None
+        #: What was taken for requests that are about to be handled, by the id of their envelopes, which it keeps alive.
+        self._ready: dict[int, tuple[Envelope, Taken]] = {}
         architectures = getattr(scheduler.model_config.hf_config, "architectures", None) or ["unknown"]
         self._access = "readonly" if architectures[0] in READS_ONLY else "copy"
         self._joining: Joining | None = None
@@ -70,9 +78,29 @@ class Consumer:
             engine=self._engine,
             rank=self._topology.rank,
             world=self._topology.world,
-            device=self._device,
+            device="cpu",
             access=self._access,
         )
+
+    # --- the seams --------------------------------------------------------------------------------------------------
+
+    def requests(self, original: Callable[[Any, Any], Any], scheduler: Any, arrived: Any) -> Any:
+        """AROUND `Scheduler.process_input_requests`."""
+        found = [
+            (output, envelope) for output in _outputs(arrived) if (envelope := packing.envelope_of(output))
+        ]
+        if not found:
+            return original(scheduler, arrived)
+        start = time.perf_counter_ns()
+        self._prepare(found)
+        measure.counters.add("inputs_ns", time.perf_counter_ns() - start)
+        try:
+            return original(scheduler, arrived)
+        finally:
+            # What was not fetched belongs to requests that were turned away.
+            for _, taken in self._ready.values():
+                _release(taken)
+            self._ready.clear()
 
     def inputs(self, original: Callable[[Any, Any], Any], scheduler: Any, received: Any) -> Any:
         """AROUND `Scheduler._get_multimodal_inputs`."""
@@ -88,90 +116,114 @@ class Consumer:
             counters.add("inputs")
             counters.add("items", len(getattr(received, "mm_items", ())))
 
-    def _inputs(
-        self, original: Callable[[Any, Any], Any], scheduler: Any, received: Any, envelope: dict[str, Any]
-    ) -> Any:
-        if (earlier := envelope.get("error")) is not None:
-            return self._fail(scheduler, received, earlier)
-        error: str | None = None
-        result: Any = None
+    # --- when requests arrive: all that may fail on one rank alone --------------------------------------------------
+
+    def _prepare(self, found: list[tuple[Any, Envelope]]) -> None:
+        """Take for requests. Those that fail are marked, here and on all ranks alike."""
+        errors = [self._try(output, envelope) for output, envelope in found]
+        for (_, envelope), error in zip(found, self._agreed(errors), strict=True):
+            if error is not None:
+                _release(self._ready.pop(id(envelope), (None, {}))[1])
+                # In the request as received: it goes on to the next pipeline stage, which must fail it too.
+                envelope["error"] = f"mmbroker: the features of this request cannot be had ({error})"
+
+    def _try(self, output: Any, envelope: Envelope) -> str | None:
+        """Take for one request; why it cannot be done."""
+        if not self._topology.takes or "error" in envelope:
+            return None
+        taken: Taken = {}
         try:
-            opened = packing.open_copy(received, envelope)
-        except Exception as caught:
-            error = _described(caught)
-        else:
-            # The references are still in their places: in broadcast mode the original pickles its result for others.
-            result = original(scheduler, opened)
-            try:
-                if self._topology.takes:
-                    self._take(result.mm_items)
-                else:
-                    _forget(result.mm_items)
-            except Exception as caught:
-                error = _described(caught)
-        error = self._agree(scheduler, error)
-        if error is None:
-            return result
-        if result is not None:
-            _give_back(result.mm_items)
-        measure.counters.add("errors")
-        message = f"mmbroker: the features of this request cannot be had ({error})"
-        if self._topology.stages > 1:
-            # The request as received goes on to the next stage, which must fail it too.
-            envelope["error"] = message
-        return self._fail(scheduler, received, message)
+            for item in output.mm_items:
+                for place in packing.places(item):
+                    if is_reference(place.value):
+                        self._take(place.value, taken)
+        except Exception as error:
+            # Whatever it is: an exception that leaves the hook ends the engine.
+            _release(taken)
+            return _described(error)
+        self._ready[id(envelope)] = envelope, taken
+        return None
 
-    def _take(self, items: list[Any]) -> None:
-        """Put tensors in the places of references. If it raises, the caller releases what was taken."""
-        for item in items:
-            taken = uses.hang_on(item)
-            for place in packing.places(item):
-                reference = place.value
-                if not is_reference(reference):
-                    continue
-                if self._table is None:
-                    raise mmbroker.BrokerUnavailable("this rank has not joined a broker")
-                try:
-                    use = self._table.take(reference)
-                except mmbroker.FeatureError:
-                    measure.counters.add("misses")
-                    raise
-                taken.append(use)
-                place.value = use.tensor
-                measure.counters.add("takes")
+    def _take(self, reference: dict[str, Any], taken: Taken) -> None:
+        if self._table is None:
+            raise mmbroker.BrokerUnavailable("this rank has not joined a broker")
+        try:
+            use = self._table.take(reference)
+        except mmbroker.FeatureError:
+            measure.counters.add("misses")
+            raise
+        taken[_key(reference)] = use, use.tensor
+        measure.counters.add("takes")
 
-    def _agree(self, scheduler: Any, error: str | None) -> str | None:
-        """The same answer on all ranks that share this request: None only if all of them have its features."""
+    def _agreed(self, errors: list[str | None]) -> list[str | None]:
+        """The same on all ranks that share these requests: None only where all of them could take."""
+        if self._group is None:
+            return errors
+        import torch
         import torch.distributed as dist
 
-        group = scheduler.dp_tp_cpu_group
-        if not self._topology.takes or not dist.is_initialized() or dist.get_world_size(group) == 1:
-            return error
-        import torch
+        failed = torch.tensor([error is not None for error in errors], dtype=torch.int32)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
+        return [
+            error or ("another rank of this engine failed; its log says why" if bad else None)
+            for error, bad in zip(errors, failed.tolist(), strict=True)
+        ]
 
-        failed = torch.tensor([error is not None], dtype=torch.int32)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-        if not failed.item():
-            return None
-        return error or "another rank of this engine failed; its log says why"
+    # --- when one is handled: what is the same on all ranks ---------------------------------------------------------
+
+    def _inputs(
+        self, original: Callable[[Any, Any], Any], scheduler: Any, received: Any, envelope: Envelope
+    ) -> Any:
+        if "error" not in envelope and self._topology.takes and id(envelope) not in self._ready:
+            self._prepare([(received, envelope)])  # it came another way
+        if (error := envelope.get("error")) is None:
+            try:
+                opened = packing.open_copy(received, envelope)
+            except Exception as caught:
+                error = f"mmbroker: this request cannot be unpacked ({_described(caught)})"
+        if error is not None:
+            measure.counters.add("errors")
+            return self._fail(scheduler, received, error)
+        # The references are still in their places: in broadcast mode the original pickles its result for the others.
+        result = original(scheduler, opened)
+        _, taken = self._ready.pop(id(envelope), (None, {}))
+        for item in result.mm_items:
+            mine = uses.hang_on(item)
+            for place in packing.places(item):
+                if is_reference(place.value):
+                    use, place.value = taken.get(_key(place.value), (None, None))
+                    if use is not None:
+                        mine.append(use)
+        return result
 
 
-def _give_back(items: list[Any]) -> None:
-    """Nothing of these items is used: a log that keeps the error keeps this frame, and them with it."""
-    for item in items:
-        uses.release(item)
-        item.feature = item.precomputed_embeddings = None
-        item.model_specific_data = {}
+def _peers(scheduler: Any) -> Any:
+    """The process group of the ranks that get the same requests as this one; None if there are no others."""
+    import torch.distributed as dist
+
+    group = scheduler.dp_tp_cpu_group
+    return group if dist.is_initialized() and dist.get_world_size(group) > 1 else None
+
+
+def _outputs(arrived: Iterable[Any]) -> Iterable[Any]:
+    """The processors' outputs in what arrived: single requests, batches of them, and much that is neither."""
+    for message in arrived:
+        for request in getattr(message, "batch", None) or (message,):
+            output = getattr(request, "mm_inputs", None)
+            if output is not None:
+                yield output
+
+
+def _key(reference: dict[str, Any]) -> tuple[bytes, int]:
+    return reference["boot"], reference["hold"]
+
+
+def _release(taken: Taken) -> None:
+    for use, _ in taken.values():
+        use.release()
+    taken.clear()
 
 
 def _described(error: Exception) -> str:
-    """Whatever it is, it stays here: an exception that leaves the hook ends the engine."""
     logger.error("mmbroker: a request's features cannot be had", exc_info=error)
     return f"{type(error).__name__}: {error}"
-
-
-def _forget(items: list[Any]) -> None:
-    for item in items:
-        for place in packing.places(item):
-            if is_reference(place.value):
-                place.value = None

@@ -24,7 +24,7 @@ def reason_of(error: BaseException) -> str:
         (errors.BrokerUnavailable, "absent"),
         (errors.NoSuchEngine, "not_attached"),
         (errors.EngineLagging, "lagging"),
-        (errors.DeadlineExceeded, "unresponsive"),
+        (errors.DeadlineExceeded, "late"),
         (errors.QuotaExceeded, "refused"),
     ):
         if isinstance(error, kind):

@@ -126,6 +126,14 @@ def begin_scheduler(original: Original, scheduler: Any, *args: Any, **kwargs: An
     setattr(scheduler, _OURS, Consumer(asked, scheduler, topology, seams.current().fail))
 
 
+def process_requests(original: Original, scheduler: Any, arrived: Any) -> Any:
+    """AROUND `Scheduler.process_input_requests`."""
+    consumer = getattr(scheduler, _OURS, None)
+    if consumer is None:
+        return original(scheduler, arrived)
+    return consumer.requests(original, scheduler, arrived)
+
+
 def get_inputs(original: Original, scheduler: Any, received: Any) -> Any:
     """AROUND `Scheduler._get_multimodal_inputs`."""
     consumer = getattr(scheduler, _OURS, None)

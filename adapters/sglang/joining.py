@@ -9,6 +9,7 @@ from collections.abc import Callable
 import mmbroker
 from mmbroker.proto.errors import BrokerError
 
+from . import measure
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Joining:
         while not self._stop.is_set():
             try:
                 client = mmbroker.connect(self._settings.path, name=self._name, timeout=_ATTEMPT)
+                client.extra_stats = measure.told
                 try:
                     self._then(client)
                 except BaseException:

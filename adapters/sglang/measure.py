@@ -19,6 +19,7 @@ from typing import Any, Final
 
 #: Why a feature went SGLang's own way. A closed list, so that each has a counter from the start.
 REASONS: Final = (
+    "late",
     "absent",
     "unresponsive",
     "not_attached",
@@ -105,6 +106,11 @@ def read(directory: str | os.PathLike[str]) -> dict[str, dict[str, int]]:
         for name, value in zip(header["names"], memoryview(data)[_HEADER:].cast("Q"), strict=True):
             counts[name] = counts.get(name, 0) + value
     return found
+
+
+def told() -> dict[str, int]:
+    """The counters that have counted something, as a client tells them to its broker."""
+    return {f"sglang_{name}": value for name, value in counters.read().items() if value}
 
 
 #: The counters of this process. Replaced once, by `open_counters`, before anything is counted.

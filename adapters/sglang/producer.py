@@ -32,8 +32,10 @@ from .settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: Requests whose features are on their way into the broker at once.
-_WORKERS: Final = 8
+#: Requests whose features are on their way into the broker, or wait for room, at once.
+_WORKERS: Final = 64
+#: The least time for a put, however short the wait for room may be, in seconds.
+_LEAST: Final = 1.0
 #: A put that takes longer than this makes the producer ask whether the broker still answers, in seconds.
 _PATIENCE: Final = 0.4
 #: How long the broker may take to answer that, in seconds.
@@ -148,7 +150,8 @@ class Producer:
                     done.add_done_callback(_give_back)
                     return None
         except asyncio.CancelledError:
-            done.add_done_callback(_give_back)
+            if not done.cancel():
+                done.add_done_callback(_give_back)
             raise
 
     async def _answers(self, client: Any) -> bool:
@@ -166,7 +169,7 @@ class _Put:
     def __init__(self, client: Any, settings: Settings, found: Sequence[Place], private: bool) -> None:
         self._client = client
         self._options = {"to": settings.engine, "private": private}
-        self._deadline = time.monotonic() + settings.wait
+        self._deadline = time.monotonic() + max(settings.wait, _LEAST)
         self._found = found
         self._values = {place: place.value for place in found}
         self.refused: list[tuple[str, int, str]] = []

@@ -36,6 +36,7 @@ _COMMON: Final[Hooks] = {
     (_TOKENIZER, "TokenizerManager._tokenize_one_request"): hooks.tokenize,
     (_TOKENIZER, "TokenizerManager._send_one_request"): hooks.send,
     (_SCHEDULER, "Scheduler.__init__"): hooks.begin_scheduler,
+    (_SCHEDULER, "Scheduler.process_input_requests"): hooks.process_requests,
     (_SCHEDULER, "Scheduler._get_multimodal_inputs"): hooks.get_inputs,
     (_BATCH, "MultimodalInputs.release_features"): hooks.release_features,
 }

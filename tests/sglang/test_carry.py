@@ -306,6 +306,46 @@ def test_a_failed_take_gives_everything_back(engine: Engine, counted: Callable[[
     assert table.stats()["busy"] == 0
 
 
+def test_requests_that_arrive_together_are_taken_together(
+    engine: Engine, counted: Callable[[str], int]
+) -> None:
+    """And what is turned away before its inputs are looked at leaves no use behind."""
+    table = engine.consumer._table
+    assert table is not None
+    features = [torch.full((4,), float(n)) for n in range(3)]
+
+    async def call() -> None:
+        mine: list[holding.Claim] = []
+        token = holding.scope.set(mine)
+        received = [await engine.put(engine.output(engine.item(feature))) for feature in features]
+        holding.scope.reset(token)
+        bad = received[1].mm_items[0].feature
+        received[1].mm_items[0].feature = {**bad, "hold": bad["hold"] + 1000}
+
+        def handle(scheduler: Any, arrived: Any) -> None:
+            assert counted("takes") == 2 and table.stats()["busy"] == 2
+            first = engine.take(received[0])
+            assert same(first.mm_items[0].feature, features[0])
+            assert engine.take(received[1]) is None
+            first.release_features()
+            consumer.uses.release(first.mm_items[0])
+
+        batch = [SimpleNamespace(mm_inputs=output) for output in received[1:]]
+        arrived = [
+            SimpleNamespace(rid="control"),
+            SimpleNamespace(mm_inputs=received[0]),
+            SimpleNamespace(batch=batch),
+        ]
+        engine.consumer.requests(handle, engine.scheduler, arrived)
+        for claim in mine:
+            engine.producer.claims.end_one(claim)
+        engine.producer.claims.left("r", SimpleNamespace(finished=True, dispatched=True))
+
+    asyncio.run(call())
+    assert len(engine.failures) == 1 and "FeatureMissing" in engine.failures[0]
+    assert table.stats()["busy"] == 0 and counted("takes") == 2
+
+
 def test_a_damaged_envelope_fails_the_request_and_nothing_else(engine: Engine) -> None:
     received = engine.output(engine.item(torch.ones(3), hash=1))
     received.mm_items[0].model_specific_data = {

@@ -252,7 +252,7 @@ def test_the_calls_own_count_ends_with_its_first_answer(ending: str) -> None:
         (errors.BrokerLost(""), "absent"),
         (errors.NoSuchEngine(""), "not_attached"),
         (errors.EngineLagging(""), "lagging"),
-        (errors.DeadlineExceeded(""), "unresponsive"),
+        (errors.DeadlineExceeded(""), "late"),
         (errors.QuotaExceeded(""), "refused"),
         (errors.DigestConflict(""), "failed"),
         (TypeError(""), "failed"),

@@ -65,6 +65,19 @@ def test_holds_end_with_their_requests(scene: kit.Scene, served: dict[str, Any])
     assert scene.total("scheduler")["releases"] == scene.total("scheduler")["takes"]
 
 
+def test_the_broker_knows_the_engines_counters(scene: kit.Scene, served: dict[str, Any]) -> None:
+    """`mmbroker status` shows them; they are told at most once a second."""
+
+    def told() -> bool:
+        tallies = [session["tally"] for session in scene.status()["sessions"]]
+        return all(
+            any(tally.get(f"sglang_{name}", 0) >= kit.PICTURES for tally in tallies)
+            for name in ("features", "takes")
+        )
+
+    eventually(told, "the counters are in the broker's report")
+
+
 def test_the_same_picture_a_hundred_times(scene: kit.Scene, served: dict[str, Any]) -> None:
     picture = [kit.url(kit.pictures.generated(1000, 140, 140))]
     before = scene.status()
