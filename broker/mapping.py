@@ -19,6 +19,8 @@ from mmbroker.proto.errors import InvalidMessage
 _PROT_READ, _PROT_WRITE = 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_ANONYMOUS = 0x01, 0x02, 0x20
 _MADV_DONTFORK, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 10, 22, 23
+#: How much of a map is populated at a time, in bytes.
+_PIECE: Final = 2 << 20
 _FAILED: Final = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -62,7 +64,9 @@ class Mapping:
         region = (ctypes.c_ubyte * nbytes).from_address(address)
         weakref.finalize(region, _bury, address, nbytes, os.getpid()).atexit = False
         self.nbytes = nbytes
-        self.writable = bool(prot & _PROT_WRITE)
+        self._address = address
+        self._populate = 0
+        self._warm: set[int] = set()
         self._whole = memoryview(region).cast("B")
         self._address = address
 
@@ -70,10 +74,8 @@ class Mapping:
     def of(cls, fd: int, nbytes: int, writable: bool) -> Mapping:
         """The segment behind a descriptor, which may be closed afterwards. Not inherited by forked children."""
         mapping = cls(fd, nbytes, _PROT_READ | _PROT_WRITE if writable else _PROT_READ, _MAP_SHARED)
-        address = address_of(mapping._whole)
-        _madvise(address, nbytes, _MADV_DONTFORK)
-        # Older kernels know no populating: there the pages come with the first touch.
-        _madvise(address, nbytes, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
+        _madvise(mapping._address, nbytes, _MADV_DONTFORK)
+        mapping._populate = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
         return mapping
 
     @classmethod
@@ -86,7 +88,10 @@ class Mapping:
         _undo[self._address] = undo
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes `offset` to `offset + nbytes`; the map stays at least as long as the view, and views of it."""
+        """Bytes `offset` to `offset + nbytes`; the map stays at least as long as the view, and views of it.
+
+        Its pages are in place then: a fault for each of them would cost whoever reads several times as much.
+        """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise InvalidMessage(
                 f"{nbytes} bytes at {offset} lie outside a segment of {self.nbytes} bytes",
@@ -94,7 +99,17 @@ class Mapping:
                 nbytes=nbytes,
                 limit=self.nbytes,
             )
+        if self._populate:
+            self._warm_up(offset, nbytes)
         return self._whole[offset : offset + nbytes]
+
+    def _warm_up(self, offset: int, nbytes: int) -> None:
+        """Have the kernel fill in page tables, once a piece. Where it does not know how, the first touch does."""
+        for piece in range(offset // _PIECE, -(-(offset + nbytes) // _PIECE)):
+            if piece not in self._warm:
+                start = piece * _PIECE
+                _madvise(self._address + start, min(_PIECE, self.nbytes - start), self._populate)
+                self._warm.add(piece)
 
 
 def _bury(address: int, nbytes: int, pid: int) -> None:

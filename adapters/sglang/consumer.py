@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 #: Architectures that leave their input alone: each has a test that runs it on read-only memory. All others get copies.
 READS_ONLY: Final = frozenset({"Qwen2_5_VLForConditionalGeneration"})
-#: How long a starting scheduler waits for a broker, in seconds: so that its own warm-up goes through it already.
-_PATIENCE: Final = 3.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Consumer:
         if topology.takes:
             name = f"{settings.engine}/scheduler-{topology.rank}"
             self._joining = Joining(settings, name, self._attach)
-            self._joining.joined.wait(_PATIENCE)
+            self._joining.wait()
 
     def _attach(self, client: mmbroker.Client) -> None:
         self._table = client.attach(

@@ -105,6 +105,8 @@ def stands_aside(args: Any) -> str | None:
         return "this SGLang starts its HTTP/2 workers without plugins"
     if getattr(args, "use_ray", False):
         return "with --use-ray no plugin runs in the engine's processes"
+    if getattr(args, "smg_grpc_mode", False) or getattr(args, "grpc_mode", False):
+        return "in gRPC mode another program tokenizes"
     if (getattr(args, "nnodes", 1) or 1) > 1:
         return "a broker serves one node, and this engine has several"
     if getattr(args, "encoder_only", False):

@@ -18,13 +18,15 @@ logger = logging.getLogger(__name__)
 _PAUSES = (0.1, 1.0)
 #: How long one attempt may take, in seconds.
 _ATTEMPT = 2.0
+#: How long a starting process waits for a broker, in seconds: so that the first request goes through it already.
+_PATIENCE = 3.0
 
 
 class Joining:
     """A client that is there as soon as a broker is. Once joined, the client itself reconnects after each loss.
 
     `then` runs with each new client, in the joining thread; only after it has returned is `client` set. If it raises
-    a `BrokerError`, the client is closed and everything is tried again.
+    something, the client is closed and everything is tried again.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class Joining:
                 except BaseException:
                     client.close()
                     raise
-            except BrokerError as error:
+            except Exception as error:
+                if not isinstance(error, BrokerError):
+                    logger.exception("mmbroker: %s cannot join a broker", self._name)
                 if str(error) != said:
                     said = str(error)
                     logger.warning(
@@ -64,6 +68,10 @@ class Joining:
             self.joined.set()
             logger.info("mmbroker: %s has joined a broker as engine %s", self._name, self._settings.engine)
             return
+
+    def wait(self) -> None:
+        """A little, for a broker that is there already."""
+        self.joined.wait(_PATIENCE)
 
     def close(self) -> None:
         self._stop.set()

@@ -55,22 +55,22 @@ def packable(value: object) -> TypeGuard[torch.Tensor]:
 
 def close(output: Any) -> None:
     """Put `output`, a `MultimodalProcessorOutput` with references in it, into its short form."""
-    envelope: dict[str, Any] = {"output": {}, "items": [], "padded": False}
-    for name in OUTPUT_TENSORS:
-        value = getattr(output, name, None)
-        if packable(value):
-            envelope["output"][name] = pack(value)
-            setattr(output, name, None)
-    for item in output.mm_items:
-        data = item.model_specific_data
-        small = {key: pack(value) for key, value in data.items() if packable(value)}
-        envelope["items"].append(small)
+    values = {name: getattr(output, name, None) for name in OUTPUT_TENSORS}
+    packed = {name: pack(value) for name, value in values.items() if packable(value)}
+    small = [
+        {key: pack(value) for key, value in item.model_specific_data.items() if packable(value)}
+        for item in output.mm_items
+    ]
+    padded = output.padded_input_ids is not None and _rebuilt(output) == list(output.padded_input_ids)
+    # Everything could be packed; only now is anything changed.
+    for name in packed:
+        setattr(output, name, None)
+    for item, gone in zip(output.mm_items, small, strict=True):
         # A new dict, not a shorter one: a processor may have kept the old one for its cache.
-        item.model_specific_data = {key: value for key, value in data.items() if key not in small}
-    if output.padded_input_ids is not None and _rebuilt(output) == list(output.padded_input_ids):
-        envelope["padded"] = True
+        item.model_specific_data = {k: v for k, v in item.model_specific_data.items() if k not in gone}
+    if padded:
         output.padded_input_ids = None
-    output.mm_items[0].model_specific_data[ENVELOPE] = envelope
+    output.mm_items[0].model_specific_data[ENVELOPE] = {"output": packed, "items": small, "padded": padded}
 
 
 def _rebuilt(output: Any) -> Any:

@@ -52,6 +52,7 @@ class Producer:
         self._settings = asked
         self._identify = identify
         self._joining = Joining(asked, f"{asked.engine}/tokenizer")
+        self._joining.wait()
         self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="mmbroker-put")
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="mmbroker-ask")
         self._asking: asyncio.Future[bool] | None = None
@@ -70,8 +71,12 @@ class Producer:
         tokenized = await original(manager, request)
         mine = holding.scope.get()
         output = getattr(tokenized, "mm_inputs", None)
-        if mine is None or not getattr(output, "mm_items", None):
-            return tokenized
+        if (
+            mine is None
+            or not getattr(output, "mm_items", None)
+            or not hasattr(output, "build_padded_input_ids")
+        ):
+            return tokenized  # no media, or not as a processor puts it out
         try:
             private = getattr(tokenized, "session_params", None) is not None
             await self._carry(output, private, mine)
@@ -114,6 +119,19 @@ class Producer:
         claim = holding.Claim(helds.values())
         mine.append(claim)
         self.claims.add(claim)
+        try:
+            self._refer(output, helds)
+        except BaseException:
+            # References without an envelope would reach the model.
+            for place in helds:
+                place.value = put.values[place]
+            raise
+        measure.counters.add("requests")
+        measure.counters.add("features", len(helds))
+        measure.counters.add("put_ns", time.perf_counter_ns() - start)
+
+    def _refer(self, output: Any, helds: dict[Place, Any]) -> None:
+        """Write references into the places of tensors, and make the rest of the request short."""
         for place, held in helds.items():
             item = place.item
             if not place.extra and item.hash is None and item.pad_value is None and not self._no_hashes:
@@ -123,9 +141,6 @@ class Producer:
             place.value = held.ref.to_wire()
             measure.counters.add("bytes", held.ref.nbytes)
         packing.close(output)
-        measure.counters.add("requests")
-        measure.counters.add("features", len(helds))
-        measure.counters.add("put_ns", time.perf_counter_ns() - start)
 
     def _features(self, output: Any) -> Iterator[Place]:
         """The places of `output` whose values go through the broker."""
@@ -171,7 +186,7 @@ class _Put:
         self._options = {"to": settings.engine, "private": private}
         self._deadline = time.monotonic() + max(settings.wait, _LEAST)
         self._found = found
-        self._values = {place: place.value for place in found}
+        self.values = {place: place.value for place in found}
         self.refused: list[tuple[str, int, str]] = []
 
     def run(self) -> dict[Place, Any]:
@@ -210,20 +225,20 @@ class _Put:
         """All of a batch, or none of it."""
         tensors: dict[str, list[Place]] = {}
         for place in batch:
-            if isinstance(self._values[place], torch.Tensor):
+            if isinstance(self.values[place], torch.Tensor):
                 tensors.setdefault(_modality(place), []).append(place)
-        lists = [place for place in batch if not isinstance(self._values[place], torch.Tensor)]
+        lists = [place for place in batch if not isinstance(self.values[place], torch.Tensor)]
         helds: dict[Place, Any] = {}
         try:
             for modality, group in tensors.items():
-                values = [self._values[place] for place in group]
+                values = [self.values[place] for place in group]
                 got = self._client.put_many(
                     values, modality=modality, timeout=_share(timeout, helds), **self._options
                 )
                 helds.update(zip(group, got, strict=True))
             for place in lists:
                 helds[place] = self._client.put_list(
-                    self._values[place],
+                    self.values[place],
                     modality=_modality(place),
                     timeout=_share(timeout, helds),
                     **self._options,

@@ -355,6 +355,23 @@ def test_a_damaged_envelope_fails_the_request_and_nothing_else(engine: Engine) -
     assert len(engine.failures) == 1
 
 
+def test_a_request_that_cannot_be_shortened_keeps_its_tensors(
+    engine: Engine, counted: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feature = torch.arange(5.0)
+
+    def fail(output: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(packing, "close", fail)
+
+    def look(received: Any, inputs: Any) -> None:
+        assert same(received.mm_items[0].feature, feature) and same(inputs.mm_items[0].feature, feature)
+
+    engine.serve(engine.output(engine.item(feature)), look)
+    assert counted("fallback_failed") == 1 and counted("takes") == 0
+
+
 def test_outside_of_a_call_nobody_would_end_the_hold(engine: Engine, counted: Callable[[str], int]) -> None:
     output = engine.output(engine.item(torch.ones(3)))
     asyncio.run(engine.put(output))

@@ -81,6 +81,7 @@ def test_a_flag_overrides_the_environment(switched: list[tuple[settings.Settings
         ({"nnodes": 1, "use_ray": False, "encoder_only": False}, {}, None),
         ({"use_ray": True}, {}, "--use-ray"),
         ({"nnodes": 2}, {}, "one node"),
+        ({"grpc_mode": True}, {}, "gRPC"),
         ({"encoder_only": True}, {}, "no scheduler"),
         ({}, {"SGLANG_RUST_SERVER": "1"}, "Rust"),
         ({"tokenizer_worker_num": 2, "enable_http2": True}, {}, None if kit.NEWEST else "HTTP/2"),

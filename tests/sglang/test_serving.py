@@ -58,6 +58,12 @@ def test_the_scheduler_never_hashes_or_rebuilds(served: dict[str, Any], referenc
     )
 
 
+def test_the_model_reads_the_brokers_own_memory(scene: kit.Scene, served: dict[str, Any]) -> None:
+    """Mapped for reading only: a model that wrote into its input would have died of it."""
+    (engine,) = scene.status()["engines"]
+    assert [rank["access"] for rank in engine["ranks"]] == ["readonly"]
+
+
 def test_holds_end_with_their_requests(scene: kit.Scene, served: dict[str, Any]) -> None:
     scene.at_rest()
     counts = scene.total("tokenizer")
