@@ -67,8 +67,8 @@ class Mapping:
         self._address = address
         self._populate = 0
         self._warm: set[int] = set()
+        self.writable = bool(prot & _PROT_WRITE)
         self._whole = memoryview(region).cast("B")
-        self._address = address
 
     @classmethod
     def of(cls, fd: int, nbytes: int, writable: bool) -> Mapping:

@@ -356,7 +356,7 @@ def children() -> set[int]:
 
 
 #: What other programs that run beside the tests leave in ``/dev/shm``: we name nothing there.
-STRANGERS = ("sem.loky-", "sgl", "psm_")
+STRANGERS = ("sem.loky-", "sgl", "psm_", "multi_tokenizer_args_")
 
 
 def in_use(path: str) -> bool:
