@@ -128,7 +128,8 @@ class Admission:
                     self._finish(request, conflict(feature.form, item.form.nbytes))
                     return True
             elif not request.lookup and place not in fresh:
-                if place in books.flights and (request.patient or item.key.kind is Kind.DERIVED):
+                lasting = item.key.kind is Kind.DERIVED and not request.circular
+                if place in books.flights and (request.patient or lasting):
                     flights.append(place)
                 else:
                     fresh[place] = item
@@ -227,13 +228,41 @@ class Admission:
         self.books.counters["waits"] += 1
         self.books.counters[f"waits_{request.reason.value}"] += 1
         if request.reason is not Wait.FLIGHT:
-            self.queue[request.number] = request
+            self._enqueue(request)
             return
         for place in request.flights:
             self.flying.setdefault(place, OrderedDict())[request.number] = request
-        if request.patience is None and any(place[1].kind is not Kind.DERIVED for place in request.flights):
+        request.circular = request.circular or self._circular(request)
+        lasting = all(place[1].kind is Kind.DERIVED for place in request.flights) and not request.circular
+        if request.patience is None and not lasting:
             patience = request.since + self.books.limits.single_flight
             request.patience = self.books.timers.at(patience, lambda at: self._impatient(request, at))
+
+    def _enqueue(self, request: Request) -> None:
+        """The queue is in order of arrival, also for those who waited for a key's writer in between."""
+        late = bool(self.queue) and next(reversed(self.queue)) > request.number
+        self.queue[request.number] = request
+        if late:
+            self.queue = OrderedDict(sorted(self.queue.items()))
+
+    def _circular(self, request: Request) -> bool:
+        """Does a writer that this request waits for wait, itself or through others, for a key of this client's?
+
+        That a client waits for a key it writes itself is no circle: two of its threads want the same.
+        """
+        books = self.books
+        seen = {request.session}
+        todo = [request]
+        while todo:
+            waiting = todo.pop()
+            for place in waiting.flights:
+                for writer in {lease.session for lease in books.flights.get(place, ())}:
+                    if writer == request.session and waiting is not request:
+                        return True
+                    if writer not in seen:
+                        seen.add(writer)
+                        todo += [r for r in books.sessions[writer].requests.values() if r.flights]
+        return False
 
     def _leave_flights(self, request: Request) -> None:
         for place in request.flights:
@@ -248,7 +277,7 @@ class Admission:
         """A key was sealed, or its writers have given up: whoever waited for it is looked at again."""
         for request in list(self.flying.get(place, {}).values()):
             self._leave_flights(request)
-            self.queue[request.number] = request
+            self._enqueue(request)
             request.reason = Wait.BUDGET  # looked at by the next pump in any case
             self.books.stirred = True
 
@@ -256,7 +285,7 @@ class Admission:
         """The writer takes too long: this request gets a lease of its own, and the first seal wins."""
         request.patient = False
         self._leave_flights(request)
-        self.queue[request.number] = request
+        self._enqueue(request)
         request.reason = Wait.BUDGET
         self.books.stirred = True
 

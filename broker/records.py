@@ -165,6 +165,7 @@ class Request:
     tier: str
     lookup: bool = False
     patient: bool = True  # False: it has waited for content keys' writers long enough
+    circular: bool = False  # a writer that it waits for waits for this client in turn
     reason: Wait = Wait.ROOM
     flights: list[Place] = field(default_factory=list)
     timer: Timer | None = None

@@ -108,6 +108,9 @@ class Ledger:
         assert now >= self.now
         self.now = now
         repeated = self._event(event)
+        for number, hold in self.holds.items():
+            if hold.orphaned + self.limits.producer_grace <= now and not hold.over:
+                self._over(number)
         granted = {
             grant.ref.generation
             for effect in effects
@@ -265,21 +268,24 @@ class Ledger:
         if refused:
             failed = [x.body for x in effects if isinstance(x, e.Respond) and x.seq == event.seq]
             if any(isinstance(f, m.Failed) and f.error == "DigestConflict" for f in failed):
-                for claim in mine:
-                    if claim.state == "open" and self._other_form(claim):
-                        claim.state = "free"
+                self._conflict(mine)
             return
         for claim, sealing in zip(mine, body.leases, strict=True):
             assert claim.state == "open", f"a lease that is {claim.state} was sealed"
             claim.state = "sealed" if claim.generation in granted else "sealing"
             claim.retained = sealing.retained
 
-    def _other_form(self, claim: Claim) -> bool:
-        return any(
-            c.key == claim.key and c.namespace == claim.namespace and c.form != claim.form
+    def _conflict(self, leases: list[Claim]) -> None:
+        """The first lease whose key is taken by another form, or by another form's lease before it, is one no more."""
+        forms = {
+            (c.namespace, c.key): c.form
             for c in self.claims.values()
             if c.state == "sealed" and not c.overwritten
-        )
+        }
+        for claim in leases:
+            if forms.setdefault((claim.namespace, claim.key), claim.form) != claim.form:
+                claim.state = "free"
+                return
 
     # --- what the broker did ----------------------------------------------------------------------------------------
 
@@ -416,10 +422,9 @@ class Ledger:
                 assert item.key not in fresh, "two leases for equal keys in one batch"
                 fresh.add(item.key)
                 writers = self._writers(namespace, item.key)
-                patient = (
-                    self.now - waiting.since < self.limits.single_flight or item.key.kind is Kind.DERIVED
-                )
-                assert not (writers and patient), "a second lease beside a living one"
+                patient = self.now - waiting.since < self.limits.single_flight
+                lasting = item.key.kind is Kind.DERIVED and not self._writes(session)
+                assert not (writers and (patient or lasting)), "a second lease beside a living one"
                 self._leased(session, namespace, item, result)
             elif isinstance(result, m.Hit):
                 assert self.claims[result.ref.generation].form == item.form
@@ -437,16 +442,21 @@ class Ledger:
                 )
                 assert written, "pending, but nobody writes it"
 
+    def _writes(self, session: int) -> bool:
+        """May others wait for this client while it waits for them?"""
+        return any(c.writer == session and c.state == "open" for c in self.leases.values())
+
     def _writers(self, namespace: str, key: Key) -> list[Claim]:
         return [
             c for c in self.leases.values() if c.state == "open" and (c.namespace, c.key) == (namespace, key)
         ]
 
-    def _asked(self, namespace: str, key: Key, granting: bool = False) -> bool:
-        """Does a create wait that names this key? `granting`: it may have a lease on it that it was not told of yet."""
+    def _asked(self, namespace: str, key: Key, besides: Waiting | None = None) -> bool:
+        """May a create that waits (for acknowledgements) have a lease on this key that it was not told of yet?"""
         return any(
             isinstance(waiting.body, m.Create)
-            and (waiting.body.to is not None or not granting)
+            and waiting is not besides
+            and waiting.body.to is not None
             and namespace == self.clients[session].opened.namespace
             and any(item.key == key for item in waiting.body.items)
             for (session, _), waiting in self.waiting.items()
@@ -479,8 +489,6 @@ class Ledger:
         for (session, seq), waiting in self.waiting.items():
             assert waiting.deadline > self.now, f"call {seq} of session {session} has passed its deadline"
         for number, hold in self.holds.items():
-            if hold.orphaned + self.limits.producer_grace <= self.now and not hold.over:
-                self._over(number)
             if hold.over:
                 told = {
                     s
@@ -503,7 +511,10 @@ class Ledger:
                 ):
                     continue
                 if namespace == self.clients[session].opened.namespace:
-                    known = any(self._known(namespace, item.key) for item in call.items)
+                    known = any(
+                        self._known(namespace, item.key) or self._asked(namespace, item.key, waiting)
+                        for item in call.items
+                    )
                     assert known, f"create {order} was served before create {waiting.order}"
         self.served.clear()
 
