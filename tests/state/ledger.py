@@ -437,9 +437,7 @@ class Ledger:
         assert fresh or not pending, "a batch without leases was told to wait for others"
         if call.to is None:  # else it may have changed until the hits were acknowledged
             for item in pending:
-                written = self._writers(namespace, item.key) or self._asked(
-                    namespace, item.key, granting=True
-                )
+                written = self._writers(namespace, item.key) or self._asked(namespace, item.key)
                 assert written, "pending, but nobody writes it"
 
     def _writes(self, session: int) -> bool:
