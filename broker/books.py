@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
 from itertools import count
+from typing import TypeVar
 
 from mmbroker.proto.messages import Dismissed, Failed, Grant, Granted, Reply, Report, Retired
 
@@ -15,6 +17,8 @@ from .timers import Timers
 
 #: Device segments come in whole pages of the GPU, which are 2 MiB on every one that can share them.
 DEVICE_PAGE = 2 << 20
+_Thing = TypeVar("_Thing")
+_NOTICE_WEIGHT = 2048.0  # grants and parts in one message, of some 200 bytes each
 NAME_LIMIT = 128  # characters of an engine's name
 
 
@@ -52,12 +56,26 @@ class Outbox:
 
     def flush(self) -> list[Effect]:
         effects = self._segments
-        effects += [Notify(session, Granted(grants)) for session, grants in self._granted.items()]
-        effects += [Notify(session, Dismissed(holds)) for session, holds in self._dismissed.items()]
+        for session, grants in self._granted.items():
+            weights = [1 + len(grant.ref.parts or ()) for grant in grants]
+            effects += [Notify(session, Granted(some)) for some in _split(grants, weights)]
+        for session, holds in self._dismissed.items():
+            effects += [Notify(session, Dismissed(some)) for some in _split(holds, [0.1] * len(holds))]
         effects += self._answers
         effects += self._rest
         self._clear()
         return effects
+
+
+def _split(things: list[_Thing], weights: Sequence[float]) -> Iterator[list[_Thing]]:
+    """In order, so many at a time as fit a message: one event may cause more, and a client reads no longer ones."""
+    start, weight = 0, 0.0
+    for end, more in enumerate(weights):
+        if end > start and weight + more > _NOTICE_WEIGHT:
+            yield things[start:end]
+            start, weight = end, 0.0
+        weight += more
+    yield things[start:]
 
 
 class Books:
