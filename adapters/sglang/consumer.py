@@ -95,9 +95,7 @@ class Consumer:
         try:
             return original(scheduler, arrived)
         finally:
-            # What was not fetched belongs to requests that were turned away.
-            for _, taken in self._ready.values():
-                _release(taken)
+            # What was not fetched belongs to requests that were turned away: a use that dies releases itself.
             self._ready.clear()
 
     def inputs(self, original: Callable[[Any, Any], Any], scheduler: Any, received: Any) -> Any:

@@ -90,7 +90,9 @@ class Scene:
             {
                 "SGLANG_CPU_OMP_THREADS_BIND": binding(arguments),
                 "MMBROKER_MEASURE": str(self.measured),
-                "PYTHONPATH": str(self._install_faults()),
+                "PYTHONPATH": os.pathsep.join(
+                    filter(None, [str(self._install_faults()), os.environ.get("PYTHONPATH")])
+                ),
                 "TEST_FAULTS": str(self.faults),
                 **(environment or {}),
             },
