@@ -236,3 +236,19 @@ def test_what_an_untraceable_process_may_touch_stays_readable_and_takes_its_segm
     (lease,) = peer.lease(item("y", 4))
     assert lease.segment != segment
     assert shell.counters()["segments_discarded"] == 1
+
+
+def test_what_an_untraceable_writer_kept_of_a_lost_race_takes_its_segment_along() -> None:
+    shell = Shell(pages=4, segment=4)
+    peer, ghost = shell.client(), shell.client(traceable=False)
+    (slow,) = ghost.lease(item("x"))
+    seq = peer.create(item("x"))
+    shell.advance(0.25)
+    peer.drop(
+        *refs(peer, peer.seal([result for result in results(peer, seq) if isinstance(result, m.Leased)]))
+    )
+    ghost.drop(*refs(ghost, ghost.seal([slow], retained=True)))
+    ghost.end(alive=True)
+    assert shell.report()["pool"]["capacity"] == 0, "nobody else had anything there"
+    (fresh,) = peer.lease(item("y", 4))
+    assert fresh.segment != slow.segment

@@ -93,6 +93,20 @@ def test_refused_memory_is_asked_for_again_after_a_while() -> None:
     assert kinds(peer, seq) == ["Leased"]
 
 
+def test_whoever_waits_when_memory_was_refused_gets_it_when_it_is_there() -> None:
+    shell = Shell(grow=None, pages=16, segment=8, grow_retry=1.5)
+    peer, other = shell.client(), shell.client()
+    seq = peer.create(item("x", 7))
+    shell.grown(True)
+    assert kinds(peer, seq) == ["Leased"]
+    shell.grown(False)  # the next one, ahead of demand
+    seq = other.create(item("y", 5))
+    assert not shell.growing
+    shell.advance(1.5)
+    shell.grown(True)
+    assert kinds(other, seq) == ["Leased"]
+
+
 def test_an_empty_segment_goes_after_a_while() -> None:
     shell = Shell(segment_linger=4.0, cached_features=0)
     peer = shell.client()
