@@ -245,7 +245,11 @@ class Books:
 
     def sweep(self, pool: Pool, segment: Segment) -> None:
         """Give a retired segment's memory back once only abandoned slots are left in it."""
-        if segment.retired and segment.pinned == segment.abandoned and segment.number in pool.segments:
+        if (
+            segment.retired
+            and segment.allocator.slots == segment.abandoned
+            and segment.number in pool.segments
+        ):
             self.discard(pool, segment)
 
     def discard(self, pool: Pool, segment: Segment) -> None:

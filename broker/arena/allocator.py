@@ -34,6 +34,11 @@ class Allocator:
         return self._sizes[-1][0] if self._sizes else 0
 
     @property
+    def slots(self) -> int:
+        """How many are in use."""
+        return len(self._slots)
+
+    @property
     def empty(self) -> bool:
         return not self._slots
 

@@ -252,3 +252,15 @@ def test_what_an_untraceable_writer_kept_of_a_lost_race_takes_its_segment_along(
     assert shell.report()["pool"]["capacity"] == 0, "nobody else had anything there"
     (fresh,) = peer.lease(item("y", 4))
     assert fresh.segment != slow.segment
+
+
+def test_an_untraceable_writers_segment_loses_all_its_idle_features_first() -> None:
+    shell = Shell(pages=8, segment=8)
+    peer, ghost = shell.client(), shell.client(traceable=False)
+    (lease,) = ghost.lease(item("x"))
+    for name in range(3):
+        peer.drop(*peer.put(item(name)))
+    ghost.end(alive=True)
+    assert peer.retired == [lease.segment]
+    assert shell.report()["features"] == 0
+    assert shell.report()["pool"]["capacity"] == 0

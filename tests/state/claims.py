@@ -1,0 +1,272 @@
+"""Who may still touch which slot, as far as the clients know: what they did, and nothing of what the broker did.
+
+A writer may, with an open, broken or retained lease; producers with holds; ranks with grants. What is free here may
+still be in use for the broker, never the other way round.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from mmbroker import events as e
+from mmbroker.proto import messages as m
+from mmbroker.proto.form import Form
+from mmbroker.proto.keys import Key
+
+NOTHING_SEALED = {"LeaseClosed", "NoSuchEngine", "InvalidMessage", "QuotaExceeded", "DigestConflict"}
+
+
+@dataclass(eq=False)
+class Client:
+    """One session."""
+
+    opened: e.SessionOpened
+    ended: bool = False
+    released: bool = False
+    segments: set[tuple[int, bool]] = field(default_factory=set)
+    answered: dict[int, m.Reply] = field(default_factory=dict)
+    engine: str | None = None
+    rank: int = 0
+
+
+@dataclass(eq=False)
+class Claim:
+    """One use of a slot."""
+
+    lease: int
+    generation: int
+    segment: int
+    offset: int
+    end: int
+    namespace: str
+    key: Key
+    form: Form
+    writer: int
+    state: str = "open"  # open, sealing, sealed, broken (its writer's session ended, the process lives), free
+    retained: bool = False
+    overwritten: bool = False
+    holds: set[int] = field(default_factory=set)  # that a producer knows of, and that are not over
+    ranks: set[tuple[int, int]] = field(default_factory=set)  # (session, hold) that may still touch it
+    forever: bool = False
+
+    @property
+    def busy(self) -> bool:
+        return self.state in ("open", "broken") or bool(
+            self.retained or self.holds or self.ranks or self.forever
+        )
+
+
+@dataclass(eq=False)
+class HoldView:
+    claim: Claim
+    ranks: dict[int, str] = field(default_factory=dict)  # session -> granted, acked, failed, lost, settled
+    dismissed: set[int] = field(default_factory=set)
+    owner: int | None = None  # known once the reference was handed out
+    engine: str | None = None
+    over: bool = False
+    orphaned: float = math.inf
+
+
+@dataclass(eq=False)
+class Waiting:
+    order: int
+    body: m.Body
+    since: float
+    deadline: float
+    fresh: bool  # a create of which nobody knew any key when it came: it can wait for room or budget alone
+
+
+class Claims:
+    def __init__(self, limits: e.Limits) -> None:
+        self.limits = limits
+        self.clients: dict[int, Client] = {}
+        self.claims: dict[int, Claim] = {}  # by generation
+        self.leases: dict[int, Claim] = {}  # by number, all there ever were
+        self.holds: dict[int, HoldView] = {}
+        self.waiting: dict[tuple[int, int], Waiting] = {}
+        self.calls = 0
+        self.now = 0.0
+
+    def _event(self, event: e.Event) -> m.Reply | None:
+        """Returns the answer that must come again, for a repeat of an answered call."""
+        match event:
+            case e.SessionOpened():
+                self.clients[event.session] = Client(event)
+            case e.SessionEnded(session, alive):
+                self._ended(session, alive)
+            case e.ProcessGone(session):
+                if self.clients[session].ended:
+                    self._gone(session)
+            case e.Called() if not self.clients[event.session].ended:
+                return self._called(event)
+        return None
+
+    def _called(self, event: e.Called) -> m.Reply | None:
+        session, seq, body = event.session, event.seq, event.body
+        client = self.clients[session]
+        if seq:
+            if seq in client.answered:
+                return client.answered[seq]
+            if (session, seq) in self.waiting:
+                return None
+            self.calls += 1
+            seconds = min(max(event.timeout, 0.0), self.limits.max_timeout)
+            namespace = client.opened.namespace
+            keys = [item.key for item in body.items] if isinstance(body, m.Create) else []
+            fresh = not any(self._known(namespace, key) or self._asked(namespace, key) for key in keys)
+            self.waiting[session, seq] = Waiting(self.calls, body, self.now, self.now + seconds, fresh)
+        match body:
+            case m.Drop(holds):
+                for number in holds:
+                    if number in self.holds and self.holds[number].owner == session:
+                        self._over(number)
+            case m.Abort(leases):
+                for number in leases:
+                    claim = self.leases.get(number)
+                    if claim is not None and claim.writer == session and claim.state == "open":
+                        claim.state = "free"
+            case m.Unpin(leases):
+                for number in leases:
+                    if number in self.leases and self.leases[number].writer == session:
+                        self.leases[number].retained = False
+            case m.Ack(holds, failed):
+                for number in holds:
+                    self._rank_says(session, number, "acked")
+                for number in failed:
+                    self._rank_says(session, number, "failed")
+            case m.Settle(holds):
+                for number in holds:
+                    self._rank_says(session, number, "settled")
+            case m.Released(old):
+                self._released(client, old)
+            case m.Detach():
+                client.engine = None
+        return None
+
+    def _rank_says(self, session: int, number: int, word: str) -> None:
+        hold = self.holds.get(number)
+        if hold is None or session not in hold.ranks:
+            return
+        if word == "settled" or hold.ranks[session] == "granted":
+            hold.ranks[session] = word
+            if word != "acked":
+                hold.claim.ranks.discard((session, number))
+
+    def _released(self, client: Client, number: int) -> None:
+        old = self.clients.get(number)
+        if old is None or old is client:
+            return
+        mine = (client.opened.uid, client.opened.pid, client.opened.namespace)
+        if mine == (old.opened.uid, old.opened.pid, old.opened.namespace):
+            old.released = True
+            if old.ended:
+                self._gone(number)
+
+    def _ended(self, session: int, alive: bool) -> None:
+        client = self.clients[session]
+        if client.ended:
+            return
+        client.ended = True
+        client.engine = None
+        for place in [p for p in self.waiting if p[0] == session]:
+            del self.waiting[place]
+        for claim in self.claims.values():
+            if claim.writer == session and claim.state == "open":
+                claim.state = "broken"
+        for number, hold in self.holds.items():
+            if hold.owner == session and not hold.over:
+                hold.orphaned = self.now
+                if not any((rank, number) in hold.claim.ranks for rank in hold.ranks):
+                    self._over(number)  # nobody could take it any more
+            if hold.ranks.get(session) == "granted":
+                hold.ranks[session] = "lost"
+        if not alive or client.released:
+            self._gone(session)
+        elif not client.opened.traceable:
+            for claim in self.claims.values():
+                touched = any(rank == session for rank, _ in claim.ranks)
+                if touched or (claim.writer == session and (claim.state == "broken" or claim.retained)):
+                    claim.forever = True
+            self._gone(session)
+
+    def _gone(self, session: int) -> None:
+        """The process is gone, or touches nothing of this session any more."""
+        for claim in self.claims.values():
+            claim.ranks = {(rank, hold) for rank, hold in claim.ranks if rank != session}
+            if claim.writer == session:
+                claim.retained = False
+                if claim.state == "broken":
+                    claim.state = "free"
+
+    def _over(self, number: int) -> None:
+        hold = self.holds[number]
+        hold.over = True
+        hold.claim.holds.discard(number)
+
+    def _sealing(self, event: e.Called, effects: list[e.Effect], granted: set[int]) -> None:
+        """Which of the leases in a seal are leases no more? Either the call fails whole, or all are."""
+        body = event.body
+        assert isinstance(body, m.Seal)
+        mine = [
+            claim
+            for sealing in body.leases
+            if (claim := self.leases.get(sealing.lease)) is not None and claim.writer == event.session
+        ]
+        refused = any(
+            isinstance(x, e.Respond)
+            and (x.session, x.seq) == (event.session, event.seq)
+            and isinstance(x.body, m.Failed)
+            and x.body.error in NOTHING_SEALED
+            for x in effects
+        )
+        if refused:
+            failed = [x.body for x in effects if isinstance(x, e.Respond) and x.seq == event.seq]
+            if any(isinstance(f, m.Failed) and f.error == "DigestConflict" for f in failed):
+                self._conflict(mine)
+            return
+        for claim, sealing in zip(mine, body.leases, strict=True):
+            assert claim.state == "open", f"a lease that is {claim.state} was sealed"
+            claim.state = "sealed" if claim.generation in granted else "sealing"
+            claim.retained = sealing.retained
+
+    def _conflict(self, leases: list[Claim]) -> None:
+        """The first lease whose key is taken by another form, or by another form's lease before it, is one no more."""
+        forms = {
+            (c.namespace, c.key): c.form
+            for c in self.claims.values()
+            if c.state == "sealed" and not c.overwritten
+        }
+        for claim in leases:
+            if forms.setdefault((claim.namespace, claim.key), claim.form) != claim.form:
+                claim.state = "free"
+                return
+
+    # --- questions --------------------------------------------------------------------------------------------------
+
+    def _writes(self, session: int) -> bool:
+        """May others wait for this client while it waits for them?"""
+        return any(c.writer == session and c.state == "open" for c in self.leases.values())
+
+    def _writers(self, namespace: str, key: Key) -> list[Claim]:
+        return [
+            c for c in self.leases.values() if c.state == "open" and (c.namespace, c.key) == (namespace, key)
+        ]
+
+    def _asked(self, namespace: str, key: Key, besides: Waiting | None = None) -> bool:
+        """May a create that waits (for acknowledgements) have a lease on this key that it was not told of yet?"""
+        return any(
+            isinstance(waiting.body, m.Create)
+            and waiting is not besides
+            and waiting.body.to is not None
+            and namespace == self.clients[session].opened.namespace
+            and any(item.key == key for item in waiting.body.items)
+            for (session, _), waiting in self.waiting.items()
+        )
+
+    def _known(self, namespace: str, key: Key) -> bool:
+        """Is somebody writing this key, or may it be cached?"""
+        return any(
+            (c.namespace, c.key) == (namespace, key) and c.state != "free" and not c.overwritten
+            for c in self.claims.values()
+        )
