@@ -41,7 +41,7 @@ class ConfigError(BrokerError):
 class _Own(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The settings that are no limits of the state machine. Sizes in MiB, times in seconds."""
 
-    name: Annotated[str, Meta(pattern=r"^([A-Za-z0-9_-][A-Za-z0-9._-]*)?$")] = ""
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = ""
     gpu: str = ""
     host_mib: Annotated[int, Meta(ge=1)] = 0
     segment_mib: Annotated[int, Meta(ge=1)] = Limits().segment_bytes // MIB

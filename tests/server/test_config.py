@@ -62,7 +62,7 @@ def test_precedence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", [f.name for f in fields(Limits) if f.name not in ("host_bytes", "segment_bytes")]
+    "field", [f.name for f in fields(Limits) if f.name != "device" and not f.name.endswith("_bytes")]
 )
 @pytest.mark.parametrize("source", ["flag", "variable", "file"])
 def test_every_limit_can_be_set(tmp_path: Path, field: str, source: str) -> None:
@@ -92,6 +92,8 @@ def test_every_limit_can_be_set(tmp_path: Path, field: str, source: str) -> None
         ({"watermark": float("nan")}, "watermark in the command line"),
         ({"watermark": 1.0}, "watermark in the command line"),
         ({"host_bytes": 1}, "there is no setting host_bytes"),
+        ({"device": "GPU-1"}, "there is no setting device"),
+        ({"device_bytes": 1}, "there is no setting device_bytes"),
         ({"colour": "red"}, "there is no setting colour"),
     ],
 )
