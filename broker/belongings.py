@@ -143,11 +143,16 @@ class Belongings:
     def lease_over(self, slot: Slot, words: list[Body]) -> None:
         """Tell the broker that a slot is ours no more, once the last tensor over it is gone. Never waits."""
         self._leases.pop((slot.session, slot.lease), None)
-        if words and slot.retained:
+        if words and not self._told_over(slot, words):
+            self.link.remind()
+
+    def _told_over(self, slot: Slot, words: list[Body]) -> bool:
+        if retained := slot.retained:
             self._retained.append((slot, words))
-            return
-        for word in words:
-            self.link.cast(word, slot.session)
+        else:
+            for word in words:
+                self.link.cast(word, slot.session)
+        return not retained
 
     def gpu(self, uuid: str) -> Gpu:
         """This client's use of a GPU."""
@@ -181,9 +186,12 @@ class Belongings:
 
     # --- in the receiver thread -------------------------------------------------------------------------------------
 
-    def _granted(self, grants: list[Grant]) -> None:
+    def _granted(self, grants: list[Grant], dismissed: list[int]) -> None:
         if self.tables:
-            self.tables[-1].granted(grants)
+            self.tables[-1].granted(grants, dismissed)
+        if dismissed:
+            for table in self.tables[:-1]:
+                table.dismissed(dismissed)
 
     def _offered(self, offers: list[Offer]) -> None:
         if self.tables:
@@ -244,7 +252,7 @@ class Belongings:
         if self._retained:
             pause = _WATCH
             for _ in range(len(self._retained)):
-                self.lease_over(*self._retained.popleft())
+                self._told_over(*self._retained.popleft())
         for session in list(self._lost):
             if not self._touches(session):
                 self._lost.remove(session)

@@ -37,6 +37,8 @@ from .instance import LIFELINE, check_length
 from .mapping import Mapping
 
 _FD_BYTES: Final = struct.calcsize("i")
+#: As a plain number: arithmetic with pyzmq's own takes several times as long.
+_POLLIN: Final = int(zmq.POLLIN)
 #: Most messages handled in one go, so that the receiver thread gets to its other duties.
 _BATCH: Final = 256
 #: How long a message that names a segment may wait for the segment's descriptor, in seconds.
@@ -158,7 +160,7 @@ class Connection:
             try:
                 sent = self._flush()
                 # Sending may have taken in the signal of a message that came meanwhile: pass it on.
-                if self._dealer is not None and int(self._dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                if self._dealer is not None and int(self._dealer.getsockopt(zmq.EVENTS)) & _POLLIN:
                     self._wake()
             finally:
                 self._lock.release()
@@ -191,7 +193,7 @@ class Connection:
             if dealer is None:
                 return batch, False
             sent = self._flush()
-            while len(batch) < _BATCH and int(dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            while len(batch) < _BATCH and int(dealer.getsockopt(zmq.EVENTS)) & _POLLIN:
                 batch.append(dealer.recv(zmq.NOBLOCK))
         if sent and self._outbox:  # posted by somebody who found us at it
             self._wake()

@@ -19,8 +19,10 @@ from mmbroker.proto.messages import (
     MAX_MESSAGE,
     Answer,
     Call,
+    Dismissed,
     Downlink,
     Failed,
+    Granted,
     decode_call,
     encode,
     seq_of,
@@ -35,6 +37,9 @@ OUTBOX_BYTES: Final = 64 << 20
 _PER_PASS: Final = 256
 #: Longer messages are cut off by ZeroMQ, with their connection; up to here the sender gets an error.
 _CUT_OFF: Final = 4 * MAX_MESSAGE
+#: How long dismissals wait for a grant to travel with, in seconds; and how many holds do at most.
+_COMPANY: Final = 0.002
+_DISMISSALS: Final = 1000
 #: A session that had no room is tried again after so long, in seconds: from the first to the second, doubling.
 _RETRY: Final = (0.002, 0.1)
 
@@ -46,6 +51,9 @@ class Office(Protocol):
 
     def held(self, session: int) -> bool:
         """Must messages to this session wait, because descriptors do?"""
+
+    def pressed(self) -> bool:
+        """Is somebody waiting for room, so that what ends must end at once?"""
 
     def lost(self, session: int, error: BrokerError | None) -> None:
         """Messages to this session can no longer be delivered: end it."""
@@ -59,6 +67,7 @@ class _Line:
         self.routing = routing
         self.outbox: deque[bytes] = deque()
         self.nbytes = 0
+        self.dismissed: list[int] = []  # holds, until there is something else to say
 
 
 class Control:
@@ -81,6 +90,7 @@ class Control:
         self._by_routing: dict[bytes, _Line] = {}
         self._retry_timer: asyncio.TimerHandle | None = None
         self._retry_delay = _RETRY[0]
+        self._dismissing: asyncio.TimerHandle | None = None
         self._looking = False  # the socket is being looked at, or will be
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -181,10 +191,43 @@ class Control:
         line = self._by_session.get(session)
         if line is None:
             return
+        if isinstance(message, Dismissed):
+            self._dismiss(line, message.holds)
+            return
+        if line.dismissed:
+            dismissed, line.dismissed = line.dismissed, []
+            if isinstance(message, Granted):
+                message = Granted(message.grants, dismissed)
+            else:
+                self._send(line, Dismissed(dismissed))
+        self._send(line, message)
+
+    def _dismiss(self, line: _Line, holds: list[int]) -> None:
+        """Dismissals can wait a little for a grant to travel with: each message wakes a thread of the client that takes
+        turns with its scheduler."""
+        line.dismissed += holds
+        if len(line.dismissed) > _DISMISSALS or self._office.pressed():
+            dismissed, line.dismissed = line.dismissed, []
+            self._send(line, Dismissed(dismissed))
+        elif self._dismissing is None:
+            self._dismissing = self._loop.call_later(_COMPANY, self._dismiss_all)
+
+    def _dismiss_all(self) -> None:
+        self._dismissing = None
+        for line in list(self._by_session.values()):
+            if line.dismissed:
+                dismissed, line.dismissed = line.dismissed, []
+                self._send(line, Dismissed(dismissed))
+
+    def _send(self, line: _Line, message: Downlink) -> None:
         data = encode(message)
-        if len(data) > MAX_MESSAGE and isinstance(message, Answer):
-            data = encode(Answer(message.seq, _too_long(len(data))))
-        if (line.outbox or not self._deliver(line, data)) and session in self._by_session:
+        if len(data) > MAX_MESSAGE:
+            if isinstance(message, Answer):
+                data = encode(Answer(message.seq, _too_long(len(data))))
+            elif isinstance(message, Granted) and message.dismissed:
+                self._send(line, Granted(message.grants))
+                data = encode(Dismissed(message.dismissed))
+        if (line.outbox or not self._deliver(line, data)) and line.session in self._by_session:
             self._keep(line, data)
         self._look_again()
 
@@ -249,8 +292,9 @@ class Control:
 
     def close(self) -> None:
         """Drop what has not left yet. Idempotent."""
-        if self._retry_timer is not None:
-            self._retry_timer.cancel()
+        for timer in (self._retry_timer, self._dismissing):
+            if timer is not None:
+                timer.cancel()
         if not self._socket.closed:
             self._loop.remove_reader(self._fd)
             self._context.destroy(linger=0)

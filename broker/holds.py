@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import count
 
-from mmbroker.proto.messages import DevicePlace, Failed, Reply
+from mmbroker.proto.messages import Ack, DevicePlace, Failed, Reply
 
 from .books import Books
 from .records import Engine, Feature, Hold, Lease, Rank, Session, Ticket
@@ -121,11 +121,9 @@ class Holds:
 
     # --- the ranks' side --------------------------------------------------------------------------------------------
 
-    def ack(
-        self, session: Session, acked: Iterable[int], failed: Iterable[int], reason: str, now: float
-    ) -> None:
+    def ack(self, session: Session, ack: Ack, now: float) -> None:
         """A rank has made its entries; a grant that `failed` there counts as settled."""
-        for number in acked:
+        for number in ack.holds:
             hold = session.grants.get(number)
             if hold is None or hold.ranks[session.number] is not Rank.GRANTED:
                 self.books.counters["unknown_holds"] += 1
@@ -133,14 +131,15 @@ class Holds:
             hold.ranks[session.number] = Rank.ACKED
             session.unacked.pop(number, None)
             self._heard(hold, now)
-        for number in failed:
+        for number in ack.failed:
             hold = session.grants.get(number)
             if hold is None or hold.ranks[session.number] is not Rank.GRANTED:
                 self.books.counters["unknown_holds"] += 1
                 continue
             self.books.counters["grants_failed"] += 1
-            self._refused(hold, session, reason[:500] or "no reason given")
+            self._refused(hold, session, ack.reason[:500] or "no reason given")
             self.settle(session, [number], now)
+        self.settle(session, ack.settled, now)
 
     def settle(self, session: Session, numbers: Iterable[int], now: float) -> None:
         """A rank can no longer touch the features of these holds."""

@@ -95,7 +95,7 @@ class Link:
         self.forked = False
         self.reconnects = 0
         self.late_answers = 0
-        self.on_granted: Callable[[list[Grant]], None] = _ignore
+        self.on_granted: Callable[[list[Grant], list[int]], None] = _ignore  # and what is dismissed
         self.on_offered: Callable[[list[Offer]], None] = _ignore
         self.on_retired: Callable[[list[int]], None] = _ignore
         self.on_device_lease: Callable[[int], None] = _ignore
@@ -110,6 +110,7 @@ class Link:
         self._numbers = count(1)
         self._waiting: dict[int, Waiter] = {}
         self._jobs: deque[Callable[[], None]] = deque()
+        self._chores_due = 0.0
         self._closing = False
         self._closed = False
         self._end = threading.Lock()
@@ -120,6 +121,8 @@ class Link:
         with ExitStack() as failing:
             failing.callback(os.close, self._wake_fd)
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            # Its own thread, woken by our sends, must not push aside who sends and may hold the interpreter's lock.
+            self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
             failing.callback(self._context.term)
             self._connection = self._connect_first(time.monotonic() + timeout)
             failing.callback(self._connection.close)
@@ -317,7 +320,7 @@ class Link:
         error: BrokerError
         try:
             while not self._closing:
-                self._receive(self._do_chores())
+                self._receive(self._until_chores())
             return
         except BrokerError as lost:
             error = lost
@@ -383,8 +386,28 @@ class Link:
             self._clear_wake()
 
     def _clear_wake(self) -> None:
+        self.remind()
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
+
+    def hasten(self, seconds: float) -> None:
+        """Have the chores run in so many seconds, or sooner. For hooks."""
+        self._chores_due = min(self._chores_due, time.monotonic() + seconds)
+
+    def remind(self) -> None:
+        """Have the chores run when the receiver thread is next awake. From any thread and finaliser."""
+        self._chores_due = 0.0
+
+    def _until_chores(self) -> float:
+        """Seconds until the chores are due; if they are, they run first. Not for every message: each moment that this
+        thread runs is one that a scheduler waits for the interpreter's lock."""
+        if mapping.dead():
+            mapping.sweep()
+        now = time.monotonic()
+        if now >= self._chores_due:
+            self._chores_due = now + _TICK  # unless a chore hastens the next ones
+            self._chores_due = min(self._chores_due, now + self._do_chores())
+        return max(0.0, self._chores_due - now)
 
     def _do_chores(self) -> float:
         mapping.sweep()
@@ -414,6 +437,7 @@ class Link:
                 self._clear_wake()
             elif fd != connection.control_fd:
                 connection.read_lifeline()
+                self.remind()
         more = True
         while more:
             batch, more = connection.receive()
@@ -425,7 +449,7 @@ class Link:
         if isinstance(message, Answer):
             self._answer(connection, message)
         elif isinstance(message, Granted):
-            self.on_granted(message.grants)
+            self.on_granted(message.grants, message.dismissed)
         elif isinstance(message, Offered):
             self.on_offered(message.offers)
         elif isinstance(message, Dismissed):
@@ -466,7 +490,7 @@ class Link:
             self.cast(word)
 
 
-def _ignore(_: object) -> None:
+def _ignore(*_: object) -> None:
     pass
 
 

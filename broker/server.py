@@ -310,6 +310,9 @@ class Server:
     def held(self, session: int) -> bool:
         return self.lifelines.busy(session)
 
+    def pressed(self) -> bool:
+        return self.broker.pressed
+
     def lost(self, session: int, error: BrokerError | None) -> None:
         self.lifelines.end(session, error)
 

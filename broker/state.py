@@ -64,7 +64,7 @@ class Broker:
             m.Abort: lambda s, _seq, call, now, _: self.leases.abort(s, call.leases, now),
             m.Drop: lambda s, _seq, call, now, _: self.holds.drop(s, call.holds, now),
             m.Unpin: lambda s, _seq, call, now, _: self.leases.unpin(s, call.leases, now),
-            m.Ack: lambda s, _seq, call, now, _: self.holds.ack(s, call.holds, call.failed, call.reason, now),
+            m.Ack: lambda s, _seq, call, now, _: self.holds.ack(s, call, now),
             m.Settle: lambda s, _seq, call, now, _: self.holds.settle(s, call.holds, now),
             m.Loaded: self._device_call,
             m.Park: self._device_call,
@@ -120,6 +120,11 @@ class Broker:
 
     def _room(self, segment: int) -> Room:
         return next(room for room in self.rooms.values() if segment in room.pool.segments)
+
+    @property
+    def pressed(self) -> bool:
+        """Is a create waiting for room?"""
+        return bool(self.admission.queue)
 
     def next_deadline(self) -> float | None:
         """When the shell must send a `Tick`, at the latest; None: whenever the next event comes."""

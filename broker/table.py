@@ -19,7 +19,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -424,10 +424,11 @@ class FeatureTable:
 
     # --- the receiver thread ----------------------------------------------------------------------------------------
 
-    def granted(self, grants: list[Grant]) -> None:
-        """Make entries, then say so."""
+    def granted(self, grants: list[Grant], dismissed: Sequence[int] = ()) -> None:
+        """Make entries, and say so. What was dismissed with them is settled by the same word, if it can be."""
         if self._quiet:
             self._put_off += grants
+            self.dismissed(dismissed)
             return
         started = time.perf_counter_ns()
         acked: list[int] = []
@@ -447,8 +448,14 @@ class FeatureTable:
         if failed:
             self._failed += len(failed)
             _log.warning("mmbroker: %d grant(s) to engine %s failed: %s", len(failed), self.engine, reason)
+        settled: list[int] = []
+        if dismissed:
+            boot = self._link.boot
+            self._withdraw([(boot, hold) for hold in dismissed])
+            settled = self._settle()
         self._build_ns += time.perf_counter_ns() - started
-        self._link.cast(Ack(acked, failed, reason))
+        self._watch_soon()
+        self._link.cast(Ack(acked, failed, reason, settled))
         if self._declined:
             self._link.cast(Park(self._declined))
 
@@ -471,7 +478,10 @@ class FeatureTable:
             if private and entry.place is None:
                 self._copy_on_host(entry)
         try:
-            entry.ready.append(entry.build())
+            if (
+                self.gpu is not None
+            ):  # on the host a scheduler makes it in 2 us: less than waiting for us costs it
+                entry.ready.append(entry.build())
         except BaseException:
             if entry.place is not None and self.gpu is not None:
                 self.gpu.await_copies()  # what has begun must not go on when its slot is another's
@@ -541,14 +551,23 @@ class FeatureTable:
         if self._declined:
             self._link.cast(Park(self._declined))
 
-    def dismissed(self, holds: list[int]) -> None:
+    def dismissed(self, holds: Sequence[int]) -> None:
         boot = self._link.boot
         self._withdraw([(boot, hold) for hold in holds])
         unheard = {p.ref.hold for p in self._put_off if isinstance(p, Grant)}.intersection(holds)
         if unheard:  # granted and dismissed while graphs are captured
             self._put_off = [p for p in self._put_off if not (isinstance(p, Grant) and p.ref.hold in unheard)]
             self._link.cast(Settle(list(unheard)))
-        self._settle()
+        if settled := self._settle():
+            self._link.cast(Settle(settled))
+        self._watch_soon()
+
+    def _watch_soon(self) -> None:
+        """Have the chores look after what cannot be finished now."""
+        if self.gpu is not None:
+            self._link.remind()
+        elif self._over:
+            self._link.hasten(_WATCH[0])
 
     def _withdraw(self, keys: list[Key]) -> None:
         """Take entries out of the table: from now on nobody takes them. From any thread."""
@@ -558,10 +577,9 @@ class FeatureTable:
                 entry.ready.clear()
                 self._over.append(entry)
 
-    def _settle(self) -> bool:
-        """Settle what is over and can no longer be touched; False if nothing was."""
+    def _settle(self) -> list[int]:
+        """Let go of what is over and can no longer be touched; the holds of it to settle."""
         session = self._link.session
-        count = self._settled
         settled: list[int] = []
         if self.gpu is not None and not self._quiet:
             self._tell_loaded(self.gpu)
@@ -582,9 +600,7 @@ class FeatureTable:
                 settled.append(entry.ref.hold)
             if entry.buffer is not None and not entry.private:
                 self._buffers.give(entry.buffer, time.monotonic())
-        if settled:
-            self._link.cast(Settle(settled), session)
-        return self._settled > count
+        return settled
 
     def _untouchable(self, entry: _Entry) -> bool:
         """Can nothing here touch the entry's memory any more: no use, no tensor, no work on the GPU?"""
@@ -664,7 +680,10 @@ class FeatureTable:
                 self._expired += len(expired)
                 self._withdraw(expired)
         self._buffers.trim(now)
-        moved = self._settle()
+        before = self._settled
+        if settled := self._settle():
+            self._link.cast(Settle(settled))
+        moved = self._settled > before
         unfinished = bool(self._over or self.parking)
         self._pause = _WATCH[0] if moved or not unfinished else min(self._pause * 2, _WATCH[1])
         pause = self._pause if unfinished else 1.0

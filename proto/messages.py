@@ -184,11 +184,13 @@ class Unpin(_Message, frozen=True, tag="unpin"):
 
 
 class Ack(_Message, frozen=True, tag="ack"):
-    """Rank: the entries of these holds are in the table. `failed`: they could not be made, with the reason."""
+    """Rank: the entries of these holds are in the table. `failed`: they could not be made, with the reason. `settled`:
+    as by a `Settle` right after it."""
 
     holds: list[int]
     failed: list[int] = []
     reason: str = ""
+    settled: list[int] = []
 
 
 class Settle(_Message, frozen=True, tag="settle"):
@@ -342,9 +344,10 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Granted(_Message, frozen=True, tag="granted"):
-    """To a rank: make entries, then `Ack`."""
+    """To a rank: make entries, then `Ack`. `dismissed`: as by a `Dismissed` right after it."""
 
     grants: list[Grant]
+    dismissed: list[int] = []
 
 
 class Offered(_Message, frozen=True, tag="offered"):

@@ -48,6 +48,7 @@ BODIES: dict[str, m.Body] = {
     "unpin": m.Unpin([6]),
     "ack": m.Ack([7]),
     "ack, failed": m.Ack([], [8], "out of memory"),
+    "ack, settled": m.Ack([7], settled=[5, 6]),
     "settle": m.Settle([7]),
     "loaded": m.Loaded([7, 8]),
     "park": m.Park([7]),
@@ -80,6 +81,7 @@ NOTICES: dict[str, msgspec.Struct] = {
     ),
     "offered": m.Offered([m.Offer(7, m.DevicePlace(4, 8192, False))]),
     "dismissed": m.Dismissed([7, 8]),
+    "granted, dismissed": m.Granted([m.Grant(REF, "image", 3, 4096)], [5, 6]),
     "broken": m.Broken([5]),
     "retired": m.Retired([3]),
 }

@@ -130,11 +130,13 @@ class Claims:
                 for number in leases:
                     if number in self.leases and self.leases[number].writer == session:
                         self.leases[number].retained = False
-            case m.Ack(holds, failed):
+            case m.Ack(holds, failed, _, settled):
                 for number in holds:
                     self._rank_says(session, number, "acked")
                 for number in failed:
                     self._rank_says(session, number, "failed")
+                for number in settled:
+                    self._rank_says(session, number, "settled")
             case m.Settle(holds):
                 for number in holds:
                     self._rank_says(session, number, "settled")

@@ -116,8 +116,14 @@ class Peer:
         assert isinstance(answer, m.Attached), answer
         return answer
 
-    def ack(self, holds: Iterable[int] | None = None, failed: Sequence[int] = (), reason: str = "") -> None:
-        """Acknowledge grants (all that wait, unless told which)."""
+    def ack(
+        self,
+        holds: Iterable[int] | None = None,
+        failed: Sequence[int] = (),
+        reason: str = "",
+        settled: Iterable[int] = (),
+    ) -> None:
+        """Acknowledge grants (all that wait, unless told which), and settle dismissed holds by the same word."""
         holds = [h for h in self.granted if h not in failed] if holds is None else list(holds)
         for hold in holds:
             if hold in self.granted:
@@ -127,16 +133,19 @@ class Peer:
             self.dismissed.pop(hold, None)
         for hold in [h for h in holds if h in self.dismissed]:
             self.entries.pop(hold, None)
-        self.cast(m.Ack(list(holds), list(failed), reason))
+        self.cast(m.Ack(list(holds), list(failed), reason, self._let_go(settled)))
 
     def settle(self, holds: Iterable[int] | None = None) -> None:
         """Settle dismissed holds (all of them, unless told which)."""
-        holds = list(self.dismissed) if holds is None else list(holds)
-        for hold in holds:
+        self.cast(m.Settle(self._let_go(list(self.dismissed) if holds is None else holds)))
+
+    def _let_go(self, holds: Iterable[int]) -> list[int]:
+        let_go = list(holds)
+        for hold in let_go:
             self.dismissed.pop(hold, None)
             self.granted.pop(hold, None)
             self.entries.pop(hold, None)
-        self.cast(m.Settle(holds))
+        return let_go
 
     # --- ends ---
 

@@ -222,8 +222,12 @@ class Life(RuleBasedStateMachine):
         if ranks:
             rank, fail = draw(st.sampled_from(ranks)), draw(st.sampled_from([False, False, False, True]))
             first = next(iter(rank.granted))
+            settled = list(rank.dismissed) if draw(st.booleans()) else []
             rank.ack(
-                [] if fail else None if draw(st.booleans()) else [first], [first] if fail else [], "no memory"
+                [] if fail else None if draw(st.booleans()) else [first],
+                [first] if fail else [],
+                "no memory",
+                settled,
             )
 
     def settle(self, draw: Draw) -> None:

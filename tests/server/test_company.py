@@ -1,0 +1,146 @@
+"""Dismissals travel with grants: one message, and one turn of the receiver's, for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from mmbroker.control import _DISMISSALS
+from mmbroker.proto import messages as m
+from mmbroker.proto.keys import Key
+from tests.kit import BrokerProcess, RawClient, eventually
+from tests.server.items import an_item
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def rank(broker: BrokerProcess) -> Iterator[RawClient]:
+    with RawClient(broker.directory, name="rank") as client:
+        assert client.call(m.Attach("e", 0, 1)) == m.Attached(True)
+        yield client
+
+
+@pytest.fixture
+def producer(broker: BrokerProcess) -> Iterator[RawClient]:
+    with RawClient(broker.directory, name="producer") as client:
+        yield client
+
+
+def put(producer: RawClient, key: bytes, nbytes: int = 4096) -> None:
+    created = producer.call(m.Create([an_item(nbytes, key)]))
+    assert isinstance(created, m.Created)
+    (leased,) = created.results
+    assert isinstance(leased, m.Leased)
+    sealed = producer.call(m.Seal([m.Sealing(leased.lease)]))
+    assert isinstance(sealed, m.Sealed)
+    producer.cast(m.Drop([sealed.refs[0].hold]))
+
+
+def ask_for(producer: RawClient, key: bytes) -> int:
+    """Ask for a hold that the rank is granted; the seq."""
+    return producer.post(m.Lookup([Key.caller(key)], "e"))
+
+
+def hold(producer: RawClient, rank: RawClient, key: bytes) -> int:
+    """A hold that the rank has acknowledged."""
+    seq = ask_for(producer, key)
+    (grant,) = rank.notice(m.Granted).grants
+    rank.cast(m.Ack([grant.ref.hold]))
+    assert isinstance(producer.answer(seq), m.Found)
+    number: int = grant.ref.hold
+    return number
+
+
+def test_a_dismissal_travels_with_the_next_grant(producer: RawClient, rank: RawClient) -> None:
+    """They are sent in one go, so they are handled in one go, mostly; either way each is told once."""
+    put(producer, b"x" * 32)
+    together = 0
+    for _ in range(50):
+        first = hold(producer, rank, b"x" * 32)
+        producer.cast(m.Drop([first]))
+        seq = ask_for(producer, b"x" * 32)
+        granted = rank.notice(m.Granted)
+        together += granted.dismissed == [first]
+        dismissed = granted.dismissed or rank.notice(m.Dismissed).holds
+        assert dismissed == [first]
+        (grant,) = granted.grants
+        rank.cast(m.Ack([grant.ref.hold], settled=dismissed))
+        assert isinstance(producer.answer(seq), m.Found)
+        producer.cast(m.Drop([grant.ref.hold]))
+        rank.cast(m.Settle(rank.notice(m.Dismissed).holds))
+    assert together > 25
+
+
+def test_a_dismissal_goes_alone_when_nothing_else_is_to_be_said(producer: RawClient, rank: RawClient) -> None:
+    put(producer, b"x" * 32)
+    number = hold(producer, rank, b"x" * 32)
+    producer.cast(m.Drop([number]))
+    assert rank.notice(m.Dismissed).holds == [number]
+
+
+@pytest.mark.parametrize("count", [_DISMISSALS, _DISMISSALS + 1, 3 * _DISMISSALS])
+def test_many_dismissals(producer: RawClient, rank: RawClient, count: int) -> None:
+    """None is lost or told twice, and no message is longer than a client reads."""
+    put(producer, b"x" * 32)
+    numbers = [hold(producer, rank, b"x" * 32) for _ in range(count)]
+    for number in numbers:
+        producer.cast(m.Drop([number]))
+    seq = ask_for(producer, b"x" * 32)
+    told: list[int] = []
+    while len(told) < count:
+        for notice in rank.notices:
+            told += notice.dismissed if isinstance(notice, m.Granted) else getattr(notice, "holds", [])
+            if isinstance(notice, m.Granted):
+                rank.cast(m.Ack([grant.ref.hold for grant in notice.grants]))
+        rank.notices.clear()
+        if len(told) < count:
+            rank.receive()
+    assert told == numbers
+    assert isinstance(producer.answer(seq), m.Found)
+
+
+def test_they_do_not_wait_while_somebody_waits_for_room(start_broker: Callable[..., BrokerProcess]) -> None:
+    """The arena is full: what ends now is what a create waits for."""
+    broker = start_broker(host_mib=8, segment_mib=8)
+    with RawClient(broker.directory) as rank, RawClient(broker.directory) as producer:
+        assert rank.call(m.Attach("e", 0, 1)) == m.Attached(True)
+        put(producer, b"big", 6 * MIB)
+        put(producer, b"small")
+        big = hold(producer, rank, b"big")
+        waiting = producer.post(m.Create([an_item(6 * MIB)]), timeout=60.0)
+        eventually(lambda: broker.status()["waiting"], "a waiting create")
+        for _ in range(20):
+            small = hold(producer, rank, b"small")
+            producer.cast(m.Drop([small]))
+            seq = ask_for(producer, b"small")
+            assert rank.notice(m.Dismissed).holds == [small]
+            granted = rank.notice(m.Granted)
+            assert granted.dismissed == []
+            rank.cast(m.Ack([granted.grants[0].ref.hold], settled=[small]))
+            assert isinstance(producer.answer(seq), m.Found)
+            producer.cast(m.Drop([granted.grants[0].ref.hold]))
+            rank.cast(m.Settle(rank.notice(m.Dismissed).holds))
+        producer.cast(m.Drop([big]))
+        rank.cast(m.Settle(rank.notice(m.Dismissed).holds))
+        assert isinstance(producer.answer(waiting), m.Created)
+
+
+def test_other_words_keep_their_place(producer: RawClient, rank: RawClient) -> None:
+    """What is said after a dismissal is heard after it."""
+    put(producer, b"x" * 32)
+    number = hold(producer, rank, b"x" * 32)
+    heard: list[Any] = []
+    for _ in range(20):
+        producer.cast(m.Drop([number]))
+        assert isinstance(producer.call(m.Status()), m.Report)  # the drop was read before
+        seq = rank.post(m.Status())
+        while not (heard and isinstance(heard[-1], m.Answer) and heard[-1].seq == seq):
+            heard.append(rank.receive())
+        assert [type(message) for message in heard] == [m.Dismissed, m.Answer]
+        rank.cast(m.Settle([number]))
+        heard.clear()
+        rank.notices.clear()
+        number = hold(producer, rank, b"x" * 32)
