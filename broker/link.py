@@ -279,6 +279,8 @@ class Link:
         try:
             return future.result(timeout)
         except FutureTimeout:
+            if future.done():  # the job's own error, which may be a time-out too
+                raise
             raise DeadlineExceeded(f"the client's receiver thread was busy for {timeout:g} s") from None
 
     def close(self) -> None:
@@ -405,8 +407,9 @@ class Link:
             mapping.sweep()
         now = time.monotonic()
         if now >= self._chores_due:
-            self._chores_due = now + _TICK  # unless a chore hastens the next ones
-            self._chores_due = min(self._chores_due, now + self._do_chores())
+            self._chores_due = now + _TICK
+            pause = self._do_chores()  # which may hasten the next ones
+            self._chores_due = min(self._chores_due, now + pause)
         return max(0.0, self._chores_due - now)
 
     def _do_chores(self) -> float:
