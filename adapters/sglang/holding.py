@@ -141,6 +141,22 @@ class States(dict[str, Any]):
             self.popitem()
 
 
+async def answers_of(answers: Any, states: dict[str, Any], rid: str, state: Any) -> Any:
+    """A request's answers, unchanged, although it may have left SGLang's table before they are asked for."""
+    forgotten = rid not in states
+    if forgotten:
+        states[rid] = state
+    try:
+        async for answer in answers:
+            if forgotten:
+                forgotten = states.pop(rid, None) is None
+            yield answer
+    finally:
+        if forgotten:
+            states.pop(rid, None)
+        await answers.aclose()
+
+
 #: The claims made on behalf of the call that is running: each `generate_request` has a list of its own.
 scope: ContextVar[list[Claim] | None] = ContextVar("mmbroker_scope", default=None)
 

@@ -88,6 +88,19 @@ def send(original: Original, manager: Any, tokenized: Any) -> Any:
     return producer.send(original, manager, tokenized)
 
 
+def wait_for_answer(original: Original, manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND the async generator `TokenizerManager._wait_one_response`, which looks its request up when it is first
+    advanced. By then the first requests of a batch may have been answered and forgotten, since the others took their
+    time to be sent: above all if they had to wait for room."""
+    answers = original(manager, request, *args, **kwargs)
+    state = manager.rid_to_state.get(request.rid) if getattr(manager, _OURS, None) is not None else None
+    if state is None:
+        return answers
+    from . import holding
+
+    return holding.answers_of(answers, manager.rid_to_state, request.rid, state)
+
+
 def hear_batch(original: Original, manager: Any, received: Any) -> Any:
     """AROUND the coroutine `TokenizerManager._handle_batch_output`, where requests are given up early."""
     producer = getattr(manager, _OURS, None)

@@ -112,6 +112,7 @@ VERSIONS: Final = {
         hooks={
             (_ARGS, "ServerArgs.__post_init__"): hooks.resolve,
             ("uvicorn", "run"): hooks.run_workers,
+            (_TOKENIZER, "TokenizerManager._wait_one_response"): hooks.wait_for_answer,
             (_TOKENIZER, "TokenizerManager._handle_batch_output"): hooks.hear_batch,
             (_TOKENIZER, "TokenizerManager._handle_abort_req"): hooks.hear_abort,
             (_SCHEDULER, "Scheduler._add_request_to_queue"): hooks.add_to_queue,

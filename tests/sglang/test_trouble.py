@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -170,6 +171,32 @@ def test_a_batch_that_can_never_fit_goes_item_by_item(trouble: Trouble) -> None:
     with scene.change("tokenizer") as tokenizer, scene.change("scheduler") as scheduler:
         assert scene.engine.ask(four, tokens=4).texts == alone
     assert tokenizer["features"] == scheduler["takes"] == 2
+    assert kit.fallbacks(tokenizer) == {"fallback_full": 2}
+    scene.at_rest()
+
+
+def test_a_batch_keeps_the_answers_that_come_before_its_last_request_is_sent(trouble: Trouble) -> None:
+    """Two pictures fit, and their requests are answered while the third waits for room."""
+    scene = trouble.scene
+    pictures = [
+        kit.url(photograph.rotate(turn))
+        for turn in (0, 180)
+        for photograph in kit.pictures.photographs().values()
+    ]
+    body = {
+        "text": ["<|vision_start|><|image_pad|><|vision_end|>What is in this picture?"] * 4,
+        "image_data": [[picture] for picture in pictures],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
+    }
+
+    def texts() -> list[str]:
+        return [answer["text"] for answer in json.loads(kit.post(scene.engine, "/generate", body))]
+
+    alone = texts()
+    trouble.start(**SMALL)
+    with scene.change("tokenizer") as tokenizer:
+        assert texts() == alone
+    assert tokenizer["features"] == 2
     assert kit.fallbacks(tokenizer) == {"fallback_full": 2}
     scene.at_rest()
 
