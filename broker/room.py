@@ -105,7 +105,8 @@ class Room:
 
     def reserve(self, nbytes: int) -> None:
         """Take segments that are never given back; the first namespace that needs one gets it."""
-        while nbytes > 0 and (size := self.pool.next_size(min(self._whole(nbytes), self.pool.segment_bytes))):
+        pool = self.pool
+        while size := min(self._whole(max(nbytes, 0)), pool.segment_bytes, pool.limit - pool.capacity):
             self._ask("", size).reserved = True
             nbytes -= size
 

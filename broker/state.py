@@ -21,6 +21,7 @@ from .events import (
     Drain,
     Effect,
     Event,
+    Grow,
     Halt,
     Limits,
     ProcessGone,
@@ -112,11 +113,11 @@ class Broker:
             self._halt("drained")
         return books.out.flush()
 
-    def start(self) -> list[Effect]:
+    def start(self) -> list[Grow]:
         """What has to be done before the first event: the device's reserve."""
         if "device" in self.rooms:
             self.rooms["device"].reserve(self.limits.device_reserve_bytes)
-        return self.books.out.flush()
+        return [effect for effect in self.books.out.flush() if isinstance(effect, Grow)]
 
     def _room(self, segment: int) -> Room:
         return next(room for room in self.rooms.values() if segment in room.pool.segments)
