@@ -151,6 +151,15 @@ class Replicas:
                 self.wanting[number, session.number] = hold
                 self.books.stirred = True
 
+    def moved(self, session: Session) -> None:
+        """A rank that was granted features on the host can have them on the device from now on."""
+        if session.lazy or session.access == "copy":
+            return
+        for number, hold in session.grants.items():
+            on_host = hold.feature.slot.segment and hold.feature.slot.tier == "host"
+            if on_host and not (hold.over or hold.private or number in session.replicas):
+                self.wanting[number, session.number] = hold
+
     def offer(self, now: float) -> None:
         """Give room that has come free to the ranks that want it, in order of arrival."""
         offers: dict[int, list[Offer]] = {}

@@ -16,6 +16,7 @@ Every use has an exporter of its own, what its tensors lie over, which is watche
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections import deque
@@ -53,7 +54,7 @@ from .buffers import BufferPool
 from .cuda import DriverError
 from .gpu import Gpu, Place
 from .mapping import Mapping
-from .path import PATIENCE, choose, spell_out
+from .path import PATIENCE, Path, again, choose, spell_out
 from .tensors import Layout, build, export, layout
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ _LOST_ENTRIES: Final = 600.0
 #: How many earlier lives of the broker are told apart from unknown ones.
 _BOOTS: Final = 64
 
+#: And whether a device that was full when it attached has room: at first, and at most, in seconds.
+_FULL_WATCH: Final = (0.5, 8.0)
 #: And at copies to the device that are not done.
 _DEVICE_WATCH: Final = 0.001
 #: How often it says that features could not be loaded, in seconds.
@@ -282,6 +285,8 @@ class FeatureTable:
         self._pause = _WATCH[0]
         self._open = True
         self._shared = False  # the broker gives places on our device
+        self._next_try = math.inf  # when to look whether the device has room for us
+        self._try_pause = _FULL_WATCH[0]
         self._takes = self._misses = self._stale = 0
         self._acks = self._failed = self._settled = self._expired = self._bytes_copied = self._build_ns = 0
 
@@ -627,6 +632,15 @@ class FeatureTable:
             wanted = [self.wanting.popleft() for _ in range(len(self.wanting))]
             self._link.cast(Want([e.ref.hold for e in wanted if e.session == session]), session)
         self._park(gpu)
+        if time.monotonic() >= self._next_try and self._link.connected:
+            self._try_again(gpu)
+
+    def _try_again(self, gpu: Gpu) -> None:
+        """The device had no room when this rank attached. If it has some now, this rank moves there."""
+        self._try_pause = min(self._try_pause * 2, _FULL_WATCH[1])
+        self._next_try = time.monotonic() + self._try_pause
+        with suppress(BrokerError):
+            self._move(again(self._link, gpu), None)
 
     def _park(self, gpu: Gpu) -> None:
         """Let go of places on the device. As with a dismissal: first out of sight, and only then a look at the uses."""
@@ -686,22 +700,29 @@ class FeatureTable:
         if self._quiet:
             raise BrokerError("graphs are being captured: the table is attached after that")
         path = choose(self._link, self.device, self._gpus)
-        self.path = path.name
-        self.gpu = path.gpu or self.gpu  # what was entered before needs it
         self._boots[self._link.boot] = None
         while len(self._boots) > _BOOTS:
             del self._boots[next(iter(self._boots))]
+        self._try_pause = _FULL_WATCH[0]
+        self._move(path, timeout)
+        if path.why:
+            _log.warning(
+                "mmbroker: rank %d of engine %s is on the %s path: %s",
+                self.rank, self.engine, path.name, path.why,
+            )  # fmt: skip
+
+    def _move(self, path: Path, timeout: float | None) -> None:
+        """Take a path, and tell the broker which."""
+        self.path = path.name
+        self.gpu = path.gpu or self.gpu  # what was entered before needs it
         reply = self._link.call(
             Attach(
                 self.engine, self.rank, self.world, path.device, self.access, self.lazy, path.name, path.why
             ),
             timeout,
         )
-        if path.why:
-            _log.warning(
-                "mmbroker: rank %d of engine %s is on the %s path: %s", self.rank, self.engine, *path[::3]
-            )
         self._shared = isinstance(reply, Attached) and reply.tier == "device"
+        self._next_try = time.monotonic() + self._try_pause if path.full else math.inf
 
     def touches(self, session: int) -> bool:
         """Can anything of a session that is over still be read here?"""
