@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mmbroker.proto import messages as m
+from mmbroker.proto.reference import Reference
 
 from .shell import Peer, Shell, item
 
@@ -73,3 +74,40 @@ def test_a_rank_that_copies_or_loads_late_is_offered_nothing_when_it_moves() -> 
         (ref,) = producer.put(item(name), to=name)
         rank.ask(attach(name, **options))
         assert place(rank, ref.hold) is None
+
+
+def test_what_can_never_fit_stands_in_nobodys_way() -> None:
+    one = shell(device_mib=2)
+    producer = one.client()
+    rank = attached(one, "a")
+    (large,) = producer.put(item("large", 513), to="a")
+    (small,) = producer.put(item("small", 500), to="a")
+    assert place(rank, large.hold) is None and place(rank, small.hold)
+    rank.cast(m.Want([large.hold]))
+    assert one.report()["device"]["wanting"] == 0
+    assert one.counters()["device_too_large"] == 1
+
+
+def test_what_cannot_be_had_for_now_is_passed_by() -> None:
+    """The GPU is full, so the arena cannot grow: what needs a larger segment waits, and what does not, does not."""
+    one = shell(device_mib=8, grow_retry=60.0)
+    producer = one.client()
+    names = {"first": 300, "large": 1000, "small": 100, "other": 150}
+    for name, pages in names.items():
+        producer.drop(*producer.put(item(name, pages)))
+    rank = attached(one, "a")
+
+    def granted(name: str) -> Reference:
+        (ref,) = producer.ask(m.Lookup([item(name).key], "a")).refs
+        return ref
+
+    first = granted("first")
+    rank.cast(m.Loaded([first.hold]))
+    one.grow = False
+    large, small, other = granted("large"), granted("small"), granted("other")
+    assert place(rank, large.hold) is None and place(rank, small.hold) and place(rank, other.hold) is None
+    producer.drop(first)
+    assert place(rank, other.hold) and place(rank, large.hold) is None
+    one.grow = True
+    one.advance(61.0)
+    assert place(rank, large.hold)
