@@ -111,3 +111,21 @@ def test_what_cannot_be_had_for_now_is_passed_by() -> None:
     one.grow = True
     one.advance(61.0)
     assert place(rank, large.hold)
+
+
+def test_a_device_segment_has_one_descriptor() -> None:
+    """Whoever is granted, loads, shares or writes there is sent it once, whatever came first."""
+    one = shell(device_mib=8)
+    producer = one.client()
+    rank = attached(one, "a")
+    refs = []
+    for number in range(4):
+        seq = producer.call(m.Create([item(number, 300)], tier="device"))
+        one.advance(0.0)
+        (lease,) = producer.answers[seq].results  # type: ignore[union-attr]
+        assert isinstance(lease, m.Leased) and (lease.segment, True) in producer.segments
+        refs += producer.answers[producer.seal([lease], "a")].refs  # type: ignore[union-attr]
+    granted = {**rank.granted, **rank.entries}
+    assert len({granted[ref.hold].segment for ref in refs}) > 1
+    assert all(granted[ref.hold].tier == "device" for ref in refs)
+    assert {(granted[ref.hold].segment, True) for ref in refs} == rank.segments
