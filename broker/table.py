@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mmbroker")
 
+#: A use that reads nothing at present, and does not keep a feature on the device.
+_PAUSED: Final = False
 #: How often the receiver thread looks at entries that are over, but in use: at first, and at most, in seconds.
 _WATCH: Final = (0.02, 0.32)
 #: How long entries of a lost session stay usable, in seconds.
@@ -103,7 +105,7 @@ class _Entry:
         self.layout: Layout = layout(ref)
         self.memory = memoryview(b"")
         self.buffer: Mapping | None = None
-        self.uses: dict[int, None] = {}
+        self.uses: dict[int, bool | None] = {}  # or `_PAUSED`
         self.exporters: dict[int, Watch] = {}
         self.ready: list[Built] = []
         self.place: Place | None = None  # on the device
@@ -153,6 +155,8 @@ class Use:
         """The feature's tensors; one, unless it was put as a list. The same objects each time."""
         if self._built is None:
             entry = self._live()
+            if entry.uses.get(id(self)) is _PAUSED:
+                entry.uses[id(self)] = None  # before it is looked where the feature is: see `_park`
             try:
                 self._built, self._watch, place = entry.ready.pop()
             except IndexError:
@@ -229,6 +233,18 @@ class Use:
         self.release(stream)
         place = None if entry is None else entry.place
         if entry is not None and place is not None and not place.private:
+            entry.table.parking.append(entry)
+
+    def pause(self, stream: object = None) -> None:
+        """As `park`, but the use goes on: its tensors can be had again, on the host if the device has let them go."""
+        entry = self._live()
+        entry.uses[-id(self)] = _PAUSED  # so that it is never unused
+        self.release(stream)
+        self._entry, self._watch = entry, None
+        entry.uses[id(self)] = _PAUSED
+        del entry.uses[-id(self)]
+        place = entry.place
+        if place is not None and not place.private:
             entry.table.parking.append(entry)
 
     def __enter__(self) -> Use:
@@ -600,11 +616,13 @@ class FeatureTable:
             return False
         if entry.private and entry.buffer is not None:
             return True
-        return (place is not None and place.private) or self._unread(entry, self.gpu)
+        if place is not None and place.private:
+            return True
+        return not entry.uses and self._unread(entry, self.gpu)
 
     def _unread(self, entry: _Entry, gpu: Gpu) -> bool:
-        """Whether nothing reads the entry's tensors, here or on the GPU."""
-        if entry.uses or entry.kept:
+        """Whether nothing reads tensors that were handed out and let go of, here or on the GPU."""
+        if entry.kept:
             return False
         if entry.outlived:  # whatever read the tensors that outlived their uses may still be at work
             fences = gpu.fences()
@@ -653,7 +671,7 @@ class FeatureTable:
                 continue  # parked already, over, or without a replica on the host
             entry.place = None
             entry.ready.clear()
-            if entry.uses:
+            if None in list(entry.uses.values()):
                 entry.place = place  # in use again, and parked again when that is over
             elif place.event or not self._unread(entry, gpu):
                 entry.place = place
