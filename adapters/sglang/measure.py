@@ -48,6 +48,8 @@ CONSUMER: Final = (
     "items",
     "takes",
     "releases",
+    "encoded",  # features that an encoder read, of those that are read late
+    "moved",  # of these, copied to the encoder's device by the thread that runs it
     "misses",
     "errors",  # requests failed by this plugin
 )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from . import hooks, measure
+from . import encoding, hooks, measure
 
 if TYPE_CHECKING:
     from .consumer import Topology
@@ -39,6 +39,7 @@ _COMMON: Final[Hooks] = {
     (_SCHEDULER, "Scheduler.process_input_requests"): hooks.process_requests,
     (_SCHEDULER, "Scheduler._get_multimodal_inputs"): hooks.get_inputs,
     (_BATCH, "MultimodalInputs.release_features"): hooks.release_features,
+    (_UTILS, "embed_mm_inputs"): encoding.embed,
 }
 #: Only timed, and only for `MMBROKER_MEASURE`.
 _TIMED: Final[Hooks] = {
