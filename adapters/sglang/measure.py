@@ -35,6 +35,7 @@ PRODUCER: Final = (
     "requests",  # that carried at least one reference
     "features",  # put or found in the broker
     "bytes",
+    "put_on_device",  # from the GPU to the GPU
     "put_ns",  # from the request's arrival at the seam until its references were there, summed over requests
     "foreign",  # values that are no tensors: passed on untouched
     "holds",
