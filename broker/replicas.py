@@ -180,7 +180,8 @@ class Replicas:
         for (number, session_number), hold in self.wanting.items():
             session = self.books.sessions.get(session_number)
             place: DevicePlace | None = None
-            if session is not None and not session.ended and not hold.over and session_number in hold.ranks:
+            wants = session_number in hold.ranks and not hold.over
+            if session is not None and not session.ended and wants and number not in session.replicas:
                 replica = hold.feature.replica
                 if replica is None:
                     place = self._load(hold, session, now)
