@@ -302,10 +302,10 @@ class Books:
                 self.out.segment(session, segment.number, False)
 
     def send(self, session: Session, slot: Slot, writable: bool) -> None:
-        """Make sure a session can map the slot's segment."""
+        """Make sure a session can map the slot's segment. One on the device has but one descriptor, for both maps."""
         if slot.segment:
             self.segment_of(slot).sessions.add(session.number)
-            self.out.segment(session, slot.segment, writable)
+            self.out.segment(session, slot.segment, writable or slot.tier == "device")
 
     # --- engines ----------------------------------------------------------------------------------------------------
 

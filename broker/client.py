@@ -314,6 +314,11 @@ class Client:
         return self._link.namespace
 
     @property
+    def device(self) -> str:
+        """UUID of the GPU that the broker serves; empty: none."""
+        return self._link.device
+
+    @property
     def directory(self) -> Path:
         """The instance directory of the broker."""
         return self._link.directory

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from mmbroker.proto.errors import BrokerError
+from mmbroker.proto.errors import BrokerError, DeadlineExceeded, PoolFull
 from mmbroker.proto.form import tensor_form
 from mmbroker.proto.keys import Key
 from mmbroker.proto.messages import Abort, Create, Created, DevicePlace, Item, Leased
@@ -28,12 +28,14 @@ PATIENCE: Final = 2.0
 
 
 class Path(NamedTuple):
-    """`gpu` is None for the host; `device` is what the broker is told; `why` is empty if nothing failed."""
+    """`gpu` is None for the host; `device` is what the broker is told; `why` is empty if nothing failed. `full`: for
+    want of room, or of an answer; `again` may do better later."""
 
     name: str
     gpu: Gpu | None
     device: str
     why: str
+    full: bool = False
 
 
 def spell_out(device: str) -> str:
@@ -71,9 +73,16 @@ def choose(link: Link, device: str, gpus: Callable[[str], Gpu]) -> Path:
         why = f"this broker serves {serves}, and the rank is on {gpu.uuid}: start one with --gpu {gpu.uuid}"
         return Path("pinned", gpu, gpu.uuid, why)
     try:
-        _try_device(link, gpu)
+        _try_device(link, gpu, PATIENCE)
     except BrokerError as error:
-        return Path("pinned", gpu, gpu.uuid, str(error))
+        full = isinstance(error, PoolFull | DeadlineExceeded | cuda.OutOfDeviceMemory)
+        return Path("pinned", gpu, gpu.uuid, str(error), full)
+    return Path("device", gpu, gpu.uuid, "")
+
+
+def again(link: Link, gpu: Gpu) -> Path:
+    """As `choose`, where the device had no room; hardly waits. Raises `BrokerError` while it has none."""
+    _try_device(link, gpu, 0.0)
     return Path("device", gpu, gpu.uuid, "")
 
 
@@ -84,10 +93,10 @@ def _try_pinning(gpu: Gpu) -> None:
         raise BrokerError(gpu.unpinned)
 
 
-def _try_device(link: Link, gpu: Gpu) -> None:
+def _try_device(link: Link, gpu: Gpu, patience: float) -> None:
     """Write a nonce through one address of the broker's memory, and read it through the other."""
     item = Item(Key.caller(os.urandom(32)), tensor_form("uint8", (_NONCE_BYTES,), "probe"))
-    reply = link.call(Create([item], tier="device"), PATIENCE)
+    reply = link.call(Create([item], tier="device"), patience)
     lease = reply.results[0] if isinstance(reply, Created) else None
     if not isinstance(lease, Leased):
         raise BrokerError("the broker gave no place on the device to try")

@@ -126,11 +126,25 @@ class Replicas:
         return DevicePlace(replica.slot.segment, replica.slot.offset, load=True)
 
     def _load_or_want(self, hold: Hold, session: Session, now: float) -> DevicePlace | None:
-        place = None if self.wanting else self._load(hold, session, now)
+        """In line: what can be had now is for those who came before, but what cannot is nobody's obstacle."""
+        if not self._fits(hold):
+            self.books.counters["device_too_large"] += 1
+            return None
+        before = any(self._possible(other) for other in self.wanting.values())
+        place = None if before else self._load(hold, session, now)
         if place is None:
             self.books.counters["device_full"] += 1
             self.wanting[hold.number, session.number] = hold
         return place
+
+    def _fits(self, hold: Hold) -> bool:
+        """Is it on the host only, and could the device ever have it?"""
+        feature = hold.feature
+        on_host = feature.slot.segment and feature.slot.tier == "host"
+        return bool(on_host) and self.room.fits(feature.form.nbytes)
+
+    def _possible(self, hold: Hold) -> bool:
+        return self.room.possible(hold.feature.place[0], hold.feature.form.nbytes)
 
     # --- later ------------------------------------------------------------------------------------------------------
 
@@ -147,30 +161,43 @@ class Replicas:
             hold = session.grants.get(number)
             if hold is None or hold.over or number in session.replicas:
                 self.books.counters["unknown_holds"] += 1
-            elif session.gpu and hold.feature.slot.segment and hold.feature.slot.tier == "host":
+            elif session.gpu and self._fits(hold):
                 self.wanting[number, session.number] = hold
                 self.books.stirred = True
+
+    def moved(self, session: Session) -> None:
+        """A rank that was granted features on the host can have them on the device from now on."""
+        if session.lazy or session.access == "copy":
+            return
+        for number, hold in session.grants.items():
+            if not (hold.over or hold.private or number in session.replicas) and self._fits(hold):
+                self.wanting[number, session.number] = hold
 
     def offer(self, now: float) -> None:
         """Give room that has come free to the ranks that want it, in order of arrival."""
         offers: dict[int, list[Offer]] = {}
-        while self.wanting:
-            (number, session_number), hold = next(iter(self.wanting.items()))
+        served: list[tuple[int, int]] = []
+        for (number, session_number), hold in self.wanting.items():
             session = self.books.sessions.get(session_number)
             place: DevicePlace | None = None
-            if session is not None and not session.ended and not hold.over and session_number in hold.ranks:
+            wants = session_number in hold.ranks and not hold.over
+            if session is not None and not session.ended and wants and number not in session.replicas:
                 replica = hold.feature.replica
                 if replica is None:
                     place = self._load(hold, session, now)
                     if place is None:
-                        break
+                        if self._possible(hold):
+                            break
+                        continue
                 elif replica.ready:
                     place = self._share(replica, hold, session)
                 else:
                     replica.waiting.append((hold, session_number))
-            del self.wanting[number, session_number]
+            served.append((number, session_number))
             if place is not None:
                 offers.setdefault(session_number, []).append(Offer(number, place))
+        for key in served:
+            del self.wanting[key]
         for session_number, places in offers.items():
             self.books.counters["offers"] += len(places)
             self.books.out.add(Notify(session_number, Offered(places)))

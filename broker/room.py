@@ -66,6 +66,16 @@ class Room:
         self._clear(namespace, nbytes, now)
         return None
 
+    def fits(self, nbytes: int) -> bool:
+        """Is the arena large enough for that?"""
+        return self._whole(nbytes) <= self.pool.limit
+
+    def possible(self, namespace: str, nbytes: int) -> bool:
+        """Could so much be had at present, if nothing in the arena were held?"""
+        return not self.blocked or any(
+            s.allocator.nbytes >= round_up(nbytes) for s in self.pool.arena(namespace) if s.ready
+        )
+
     def _clear(self, namespace: str, nbytes: int, now: float) -> None:
         """Have a segment for so much made in place of others that hold nothing but idle features, if that is enough."""
         pool, need = self.pool, self._whole(nbytes)
@@ -105,7 +115,8 @@ class Room:
 
     def reserve(self, nbytes: int) -> None:
         """Take segments that are never given back; the first namespace that needs one gets it."""
-        while nbytes > 0 and (size := self.pool.next_size(min(self._whole(nbytes), self.pool.segment_bytes))):
+        pool = self.pool
+        while size := min(self._whole(max(nbytes, 0)), pool.segment_bytes, pool.limit - pool.capacity):
             self._ask("", size).reserved = True
             nbytes -= size
 

@@ -115,13 +115,13 @@ class Server:
                 self.loop.add_signal_handler(signum, self._stop, signum)
         with ExitStack() as stack:
             shared = bool(self.settings.allow_uid)
-            self._start_up(stack.enter_context(Instance(self.settings.path, shared=shared)), stack)
+            await self._start_up(stack.enter_context(Instance(self.settings.path, shared=shared)), stack)
             return await self._over
 
     # --- start, stop ------------------------------------------------------------------------------------------------
 
-    def _start_up(self, instance: Instance, stack: ExitStack) -> None:
-        """Listen. `stack` gives everything back at the end, however far the start came."""
+    async def _start_up(self, instance: Instance, stack: ExitStack) -> None:
+        """Take the reserve, then listen. `stack` gives everything back at the end, however far the start came."""
         _raise_descriptor_limit()
         self.vitals = Vitals(self.loop)
         stack.callback(self.vitals.close)
@@ -138,17 +138,34 @@ class Server:
                 "or `chmod o+x` that one",
                 barrier,
             )
+        await self._take_reserve()
+        if self._over.done():  # told to end meanwhile
+            return
         self.control.listen()
         self.lifelines.listen()
         self.vitals.watch_loop()
-        for effect in self.broker.start():
-            self._carry_out(effect)
         device = f", device arena on {self.settings.limits.device} up to {self.settings.device_mib} MiB"
         print(
             f"mmbroker is ready at {instance.path} (process {os.getpid()}, host arena up to "
             f"{self.settings.host_mib} MiB{device if self.settings.limits.device else ''})",
             flush=True,
         )
+
+    async def _take_reserve(self) -> None:
+        """The device's reserve, whole, before an engine can see this broker and size its own memory.
+
+        Raises `BrokerError` if it cannot be had.
+        """
+        for grow in self.broker.start():
+            try:
+                self.segments[grow.segment] = await self._make(grow.tier, grow.nbytes)
+            except (memory.MemoryLimit, cuda.DriverError) as error:
+                reserve = self.settings.device_reserve_mib
+                raise BrokerError(
+                    f"the reserve of {reserve} MiB on the device cannot be taken ({error}); without "
+                    "--device-reserve-mib the arena grows when it is needed"
+                ) from None
+            self.dispatch(SegmentReady(grow.segment))
 
     def _free(self) -> None:
         self.memory_thread.shutdown(wait=True)
@@ -238,9 +255,11 @@ class Server:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def _grow(self, number: int, tier: str, nbytes: int) -> None:
+        self._make(tier, nbytes).add_done_callback(lambda done: self._grown(number, nbytes, done))
+
+    def _make(self, tier: str, nbytes: int) -> asyncio.Future[AnySegment]:
         create: Callable[[int], AnySegment] = HostSegment.create if tier == "host" else self._create_on_device
-        future = self.loop.run_in_executor(self.memory_thread, create, nbytes)
-        future.add_done_callback(lambda done: self._grown(number, nbytes, done))
+        return self.loop.run_in_executor(self.memory_thread, create, nbytes)
 
     def _create_on_device(self, nbytes: int) -> DeviceSegment:
         uuid, headroom = self.settings.limits.device, self.settings.device_headroom_mib * MIB

@@ -21,6 +21,7 @@ from .events import (
     Drain,
     Effect,
     Event,
+    Grow,
     Halt,
     Limits,
     ProcessGone,
@@ -112,11 +113,11 @@ class Broker:
             self._halt("drained")
         return books.out.flush()
 
-    def start(self) -> list[Effect]:
+    def start(self) -> list[Grow]:
         """What has to be done before the first event: the device's reserve."""
         if "device" in self.rooms:
             self.rooms["device"].reserve(self.limits.device_reserve_bytes)
-        return self.books.out.flush()
+        return [effect for effect in self.books.out.flush() if isinstance(effect, Grow)]
 
     def _room(self, segment: int) -> Room:
         return next(room for room in self.rooms.values() if segment in room.pool.segments)
@@ -232,6 +233,8 @@ class Broker:
         session.device, session.access, session.lazy = call.device, call.access, call.lazy
         session.gpu = call.path == "device" and bool(self.limits.device) and call.device == self.limits.device
         session.path, session.why = call.path[:NAME_LIMIT], call.why[:500]
+        if session.gpu and self.holds.replicas is not None:
+            self.holds.replicas.moved(session)
         if session.device != "cpu":
             for segment in self.books.pool.arena(session.namespace):
                 if segment.ready:
@@ -246,9 +249,19 @@ class Broker:
             return f"rank {call.rank} of {call.world} is not possible: ranks count from 0, and a world has at most 4096"
         if call.access not in ("readonly", "copy"):
             return f"access is 'readonly' or 'copy', not {call.access!r}"
-        if session.engine is not None:
+        mine = session.engine
+        if mine is not None:
+            stands = (mine.name, session.rank, mine.world, session.access, session.lazy)
+            if call.path == "device" and stands == (
+                call.engine,
+                call.rank,
+                call.world,
+                call.access,
+                call.lazy,
+            ):
+                return ""  # it stays who it is, and moves there
             return (
-                f"this client is rank {session.rank} of engine {session.engine.name!r} already: "
+                f"this client is rank {session.rank} of engine {mine.name!r} already: "
                 "close that table, or connect another client"
             )
         engine = self.books.engines.get((session.namespace, call.engine))

@@ -16,6 +16,7 @@ Every use has an exporter of its own, what its tensors lie over, which is watche
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections import deque
@@ -53,7 +54,7 @@ from .buffers import BufferPool
 from .cuda import DriverError
 from .gpu import Gpu, Place
 from .mapping import Mapping
-from .path import PATIENCE, choose, spell_out
+from .path import PATIENCE, Path, again, choose, spell_out
 from .tensors import Layout, build, export, layout
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mmbroker")
 
+#: A use that reads nothing at present, and does not keep a feature on the device.
+_PAUSED: Final = False
 #: How often the receiver thread looks at entries that are over, but in use: at first, and at most, in seconds.
 _WATCH: Final = (0.02, 0.32)
 #: How long entries of a lost session stay usable, in seconds.
@@ -70,6 +73,8 @@ _LOST_ENTRIES: Final = 600.0
 #: How many earlier lives of the broker are told apart from unknown ones.
 _BOOTS: Final = 64
 
+#: And whether a device that was full when it attached has room: at first, and at most, in seconds.
+_FULL_WATCH: Final = (0.5, 8.0)
 #: And at copies to the device that are not done.
 _DEVICE_WATCH: Final = 0.001
 #: How often it says that features could not be loaded, in seconds.
@@ -100,7 +105,7 @@ class _Entry:
         self.layout: Layout = layout(ref)
         self.memory = memoryview(b"")
         self.buffer: Mapping | None = None
-        self.uses: dict[int, None] = {}
+        self.uses: dict[int, bool | None] = {}  # or `_PAUSED`
         self.exporters: dict[int, Watch] = {}
         self.ready: list[Built] = []
         self.place: Place | None = None  # on the device
@@ -150,6 +155,8 @@ class Use:
         """The feature's tensors; one, unless it was put as a list. The same objects each time."""
         if self._built is None:
             entry = self._live()
+            if entry.uses.get(id(self)) is _PAUSED:
+                entry.uses[id(self)] = None  # before it is looked where the feature is: see `_park`
             try:
                 self._built, self._watch, place = entry.ready.pop()
             except IndexError:
@@ -228,6 +235,18 @@ class Use:
         if entry is not None and place is not None and not place.private:
             entry.table.parking.append(entry)
 
+    def pause(self, stream: object = None) -> None:
+        """As `park`, but the use goes on: its tensors can be had again, on the host if the device has let them go."""
+        entry = self._live()
+        entry.uses[-id(self)] = _PAUSED  # so that it is never unused
+        self.release(stream)
+        self._entry, self._watch = entry, None
+        entry.uses[id(self)] = _PAUSED
+        del entry.uses[-id(self)]
+        place = entry.place
+        if place is not None and not place.private:
+            entry.table.parking.append(entry)
+
     def __enter__(self) -> Use:
         return self
 
@@ -282,6 +301,8 @@ class FeatureTable:
         self._pause = _WATCH[0]
         self._open = True
         self._shared = False  # the broker gives places on our device
+        self._next_try = math.inf  # when to look whether the device has room for us
+        self._try_pause = _FULL_WATCH[0]
         self._takes = self._misses = self._stale = 0
         self._acks = self._failed = self._settled = self._expired = self._bytes_copied = self._build_ns = 0
 
@@ -611,11 +632,13 @@ class FeatureTable:
             return False
         if entry.private and entry.buffer is not None:
             return True
-        return (place is not None and place.private) or self._unread(entry, self.gpu)
+        if place is not None and place.private:
+            return True
+        return not entry.uses and self._unread(entry, self.gpu)
 
     def _unread(self, entry: _Entry, gpu: Gpu) -> bool:
-        """Whether nothing reads the entry's tensors, here or on the GPU."""
-        if entry.uses or entry.kept:
+        """Whether nothing reads tensors that were handed out and let go of, here or on the GPU."""
+        if entry.kept:
             return False
         if entry.outlived:  # whatever read the tensors that outlived their uses may still be at work
             fences = gpu.fences()
@@ -643,6 +666,15 @@ class FeatureTable:
             wanted = [self.wanting.popleft() for _ in range(len(self.wanting))]
             self._link.cast(Want([e.ref.hold for e in wanted if e.session == session]), session)
         self._park(gpu)
+        if time.monotonic() >= self._next_try and self._link.connected:
+            self._try_again(gpu)
+
+    def _try_again(self, gpu: Gpu) -> None:
+        """The device had no room when this rank attached. If it has some now, this rank moves there."""
+        self._try_pause = min(self._try_pause * 2, _FULL_WATCH[1])
+        self._next_try = time.monotonic() + self._try_pause
+        with suppress(BrokerError):
+            self._move(again(self._link, gpu), None)
 
     def _park(self, gpu: Gpu) -> None:
         """Let go of places on the device. As with a dismissal: first out of sight, and only then a look at the uses."""
@@ -655,7 +687,7 @@ class FeatureTable:
                 continue  # parked already, over, or without a replica on the host
             entry.place = None
             entry.ready.clear()
-            if entry.uses:
+            if None in list(entry.uses.values()):
                 entry.place = place  # in use again, and parked again when that is over
             elif place.event or not self._unread(entry, gpu):
                 entry.place = place
@@ -705,22 +737,29 @@ class FeatureTable:
         if self._quiet:
             raise BrokerError("graphs are being captured: the table is attached after that")
         path = choose(self._link, self.device, self._gpus)
-        self.path = path.name
-        self.gpu = path.gpu or self.gpu  # what was entered before needs it
         self._boots[self._link.boot] = None
         while len(self._boots) > _BOOTS:
             del self._boots[next(iter(self._boots))]
+        self._try_pause = _FULL_WATCH[0]
+        self._move(path, timeout)
+        if path.why:
+            _log.warning(
+                "mmbroker: rank %d of engine %s is on the %s path: %s",
+                self.rank, self.engine, path.name, path.why,
+            )  # fmt: skip
+
+    def _move(self, path: Path, timeout: float | None) -> None:
+        """Take a path, and tell the broker which."""
+        self.path = path.name
+        self.gpu = path.gpu or self.gpu  # what was entered before needs it
         reply = self._link.call(
             Attach(
                 self.engine, self.rank, self.world, path.device, self.access, self.lazy, path.name, path.why
             ),
             timeout,
         )
-        if path.why:
-            _log.warning(
-                "mmbroker: rank %d of engine %s is on the %s path: %s", self.rank, self.engine, *path[::3]
-            )
         self._shared = isinstance(reply, Attached) and reply.tier == "device"
+        self._next_try = time.monotonic() + self._try_pause if path.full else math.inf
 
     def touches(self, session: int) -> bool:
         """Can anything of a session that is over still be read here?"""

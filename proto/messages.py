@@ -129,7 +129,8 @@ class Attach(_Message, frozen=True, tag="attach"):
 
     `device` is ``cpu`` or the UUID of the GPU on which its tensors shall be. `lazy`: it asks for a place on the device
     (`Want`) when a feature is first taken, instead of getting one with each grant. `path` is where the rank found that
-    features can be, ``device``, ``pinned`` or ``host``, and `why` what failed.
+    features can be, ``device``, ``pinned`` or ``host``, and `why` what failed. Said again, with nothing else changed,
+    it moves the rank to the device.
     """
 
     engine: str

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import mmbroker
+from mmbroker.path import spell_out
 from mmbroker.proto.reference import is_reference
 
 from . import measure, packing, uses
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 #: Architectures that leave their input alone: each has a test that runs it on read-only memory. All others get copies.
 READS_ONLY: Final = frozenset({"Qwen2_5_VLForConditionalGeneration"})
+#: Architectures whose features nobody reads but their encoder, called by `embed_mm_inputs`: there the references stay
+#: in their places until then (`encoding`). All others find tensors when their request arrives.
+READS_LATE: Final = frozenset({"Qwen2_5_VLForConditionalGeneration"})
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,8 @@ class Topology:
 
 
 Envelope = dict[str, Any]
-#: Uses and their tensors, by hold.
-Taken = dict[tuple[bytes, int], tuple[mmbroker.Use, Any]]
+#: Uses by hold.
+Taken = dict[tuple[bytes, int], mmbroker.Use]
 
 
 class Consumer:
@@ -65,6 +69,9 @@ class Consumer:
         self._ready: dict[int, tuple[Envelope, Taken]] = {}
         architectures = getattr(scheduler.model_config.hf_config, "architectures", None) or ["unknown"]
         self._access = "readonly" if architectures[0] in READS_ONLY else "copy"
+        self._late = architectures[0] in READS_LATE
+        self._device = device_of(scheduler)
+        self._stream = getattr(scheduler, "forward_stream", None)
         self._joining: Joining | None = None
         if topology.takes:
             name = f"{settings.engine}/scheduler-{topology.rank}"
@@ -76,8 +83,15 @@ class Consumer:
             engine=self._engine,
             rank=self._topology.rank,
             world=self._topology.world,
-            device="cpu",
+            device=self._device,
             access=self._access,
+        )
+        logger.info(
+            "mmbroker: rank %d of engine %s has its features on the %s path%s",
+            self._topology.rank,
+            self._engine,
+            self._table.path,
+            "" if self._device == "cpu" else f" to {self._device}",
         )
 
     # --- the seams --------------------------------------------------------------------------------------------------
@@ -132,7 +146,7 @@ class Consumer:
             for item in output.mm_items:
                 for place in packing.places(item):
                     if is_reference(place.value):
-                        self._take(place.value, taken)
+                        self._take(place, taken)
         except Exception as error:
             # Whatever it is: an exception that leaves the hook ends the engine.
             _release(taken)
@@ -140,16 +154,20 @@ class Consumer:
         self._ready[id(envelope)] = envelope, taken
         return None
 
-    def _take(self, reference: dict[str, Any], taken: Taken) -> None:
+    def _take(self, place: packing.Place, taken: Taken) -> None:
         if self._table is None:
             raise mmbroker.BrokerUnavailable("this rank has not joined a broker")
         try:
-            use = self._table.take(reference)
+            use = taken[_key(place.value)] = self._table.take(place.value)
         except mmbroker.FeatureError:
             measure.counters.add("misses")
             raise
-        taken[_key(reference)] = use, use.tensor
+        if not self._is_late(place):
+            _ = use.tensor  # made now, when it may still fail
         measure.counters.add("takes")
+
+    def _is_late(self, place: packing.Place) -> bool:
+        return self._late and place.name == "feature" and not place.extra
 
     def _agreed(self, errors: list[str | None]) -> list[str | None]:
         """The same on all ranks that share these requests: None only where all of them could take."""
@@ -184,13 +202,24 @@ class Consumer:
         result = original(scheduler, opened)
         _, taken = self._ready.pop(id(envelope), (None, {}))
         for item in result.mm_items:
-            mine = uses.hang_on(item)
+            mine = uses.hang_on(item, self._stream)
             for place in packing.places(item):
                 if is_reference(place.value):
-                    use, place.value = taken.get(_key(place.value), (None, None))
-                    if use is not None:
-                        mine.append(use)
+                    use = taken.get(_key(place.value))
+                    if use is None:
+                        place.value = None
+                        continue
+                    mine.append(use)
+                    if self._is_late(place):
+                        mine.late = uses.Late(use, place.value)
+                    else:
+                        place.value = use.tensor
         return result
+
+
+def device_of(scheduler: Any) -> str:
+    """Where a scheduler's tensors are, as `attach` wants it. For its own thread, whose current GPU is meant."""
+    return spell_out("cuda") if str(getattr(scheduler, "device", "cpu")).startswith("cuda") else "cpu"
 
 
 def _peers(scheduler: Any) -> Any:
@@ -215,7 +244,7 @@ def _key(reference: dict[str, Any]) -> tuple[bytes, int]:
 
 
 def _release(taken: Taken) -> None:
-    for use, _ in taken.values():
+    for use in taken.values():
         use.release()
     taken.clear()
 

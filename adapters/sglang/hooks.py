@@ -58,6 +58,8 @@ def begin_tokenizer(original: Original, manager: Any) -> None:
     seams.warn_of_overrides(manager)
     producer = Producer(asked, seams.current().identify)
     setattr(manager, _OURS, producer)
+    if getattr(manager, "mm_processor", None) is not None:
+        setattr(manager.mm_processor, _OURS, producer)
     manager.rid_to_state = holding.States(manager.rid_to_state, producer.claims.left)
 
 
@@ -117,6 +119,14 @@ def hear_abort(original: Original, manager: Any, received: Any) -> Any:
     if producer is not None:
         producer.claims.last_word(received.rid)
     return original(manager, received)
+
+
+def wrap_for_ipc(original: Original, processor: Any, tensor: Any) -> Any:
+    """AROUND `BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc`, which copies tensors into SGLang's pool."""
+    producer = getattr(processor, _OURS, None)
+    if producer is None:
+        return original(processor, tensor)
+    return producer.keep(lambda tensor: original(processor, tensor), tensor)
 
 
 # --- the scheduler's process ----------------------------------------------------------------------------------------

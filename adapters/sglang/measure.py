@@ -35,6 +35,7 @@ PRODUCER: Final = (
     "requests",  # that carried at least one reference
     "features",  # put or found in the broker
     "bytes",
+    "put_on_device",  # from the GPU to the GPU
     "put_ns",  # from the request's arrival at the seam until its references were there, summed over requests
     "foreign",  # values that are no tensors: passed on untouched
     "holds",
@@ -48,6 +49,8 @@ CONSUMER: Final = (
     "items",
     "takes",
     "releases",
+    "encoded",  # features that an encoder read, of those that are read late
+    "moved",  # of these, copied to the encoder's device by the thread that runs it
     "misses",
     "errors",  # requests failed by this plugin
 )

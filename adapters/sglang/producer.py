@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from mmbroker.proto.dtypes import ITEMSIZE
-from mmbroker.proto.errors import BrokerError, PoolFull
+from mmbroker.proto.errors import BrokerError, DeadlineExceeded, FeatureError, PoolFull
 from mmbroker.proto.reference import is_reference
 
 from . import holding, measure, packing, settings
@@ -40,6 +40,8 @@ _LEAST: Final = 1.0
 _PATIENCE: Final = 0.4
 #: How long the broker may take to answer that, in seconds.
 _ANSWER: Final = 0.5
+#: How long features that are on the GPU wait for room there, in seconds; then the host has to do.
+_ON_DEVICE: Final = 0.5
 #: How long an item waits that already has others of its request in the broker, in seconds: waiting while holding is
 #: how two requests starve each other.
 _BRIEFLY: Final = 0.1
@@ -61,6 +63,8 @@ class Producer:
         self._no_hashes = os.environ.get("SGLANG_MM_SKIP_COMPUTE_HASH", "").lower() in settings.YES
         self._fallbacks = Fallbacks()
         self.claims = holding.Claims()
+        #: SGLang's own way for a tensor that is on the GPU; known once there was one (`keep`).
+        self._wrap: Callable[[Any], Any] | None = None
 
     # --- the seams --------------------------------------------------------------------------------------------------
 
@@ -92,12 +96,30 @@ class Producer:
             self.claims.dispatched(tokenized.rid, _holds(getattr(tokenized, "mm_inputs", None)))
         return original(manager, tokenized)
 
+    def keep(self, wrap: Callable[[Any], Any], tensor: torch.Tensor) -> Any:
+        """AROUND `BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc`: what is on the GPU stays there till it is put."""
+        client = self._joining.client
+        if client is None or not client.connected or not client.device or not _on_gpu(tensor):
+            return wrap(tensor)
+        self._wrap = wrap
+        return tensor
+
     # --- one request ------------------------------------------------------------------------------------------------
 
     async def _carry(self, output: Any, private: bool, mine: list[holding.Claim]) -> None:
         found = list(self._features(output))
-        if not found:
-            return
+        try:
+            if found:
+                await self._carry_all(output, found, private, mine)
+        finally:
+            if self._wrap is not None:
+                for place in found:
+                    if isinstance(place.value, torch.Tensor) and _on_gpu(place.value):
+                        place.value = self._wrap(place.value)
+
+    async def _carry_all(
+        self, output: Any, found: list[Place], private: bool, mine: list[holding.Claim]
+    ) -> None:
         client = self._joining.client
         if client is None or not client.connected:
             self._fallbacks.count("absent", len(found), "there is no broker")
@@ -223,31 +245,54 @@ class _Put:
 
     def _put(self, batch: Sequence[Place], timeout: float) -> dict[Place, Any]:
         """All of a batch, or none of it."""
-        tensors: dict[str, list[Place]] = {}
+        tensors: dict[tuple[str, bool], list[Place]] = {}
         for place in batch:
             if isinstance(self.values[place], torch.Tensor):
-                tensors.setdefault(_modality(place), []).append(place)
+                tensors.setdefault((_modality(place), self._there(place)), []).append(place)
         lists = [place for place in batch if not isinstance(self.values[place], torch.Tensor)]
         helds: dict[Place, Any] = {}
         try:
-            for modality, group in tensors.items():
+            for (modality, there), group in tensors.items():
                 values = [self.values[place] for place in group]
-                got = self._client.put_many(
-                    values, modality=modality, timeout=_share(timeout, helds), **self._options
-                )
+                got = self._send(self._client.put_many, values, modality, there, _share(timeout, helds))
                 helds.update(zip(group, got, strict=True))
             for place in lists:
-                helds[place] = self._client.put_list(
+                helds[place] = self._send(
+                    self._client.put_list,
                     self.values[place],
-                    modality=_modality(place),
-                    timeout=_share(timeout, helds),
-                    **self._options,
+                    _modality(place),
+                    self._there(place),
+                    _share(timeout, helds),
                 )
         except BaseException:
             for held in helds.values():
                 held.drop()
             raise
         return helds
+
+    def _there(self, place: Place) -> bool:
+        """Is it on a GPU, and does the broker serve one?"""
+        value = self.values[place]
+        return bool(self._client.device) and all(map(_on_gpu, value if isinstance(value, list) else [value]))
+
+    def _send(self, put: Callable[..., Any], values: Any, modality: str, there: bool, timeout: float) -> Any:
+        """From the GPU to the GPU if `there`; where that cannot be, to the host."""
+        start = time.monotonic()
+        if there:
+            brief = min(timeout, _ON_DEVICE)
+            try:
+                got = put(values, modality=modality, tier="device", timeout=brief, **self._options)
+            except (PoolFull, DeadlineExceeded, FeatureError) as error:
+                logger.debug("mmbroker: features on the GPU go through the host", exc_info=error)
+            else:
+                measure.counters.add("put_on_device", len(values) if isinstance(got, list) else 1)
+                return got
+        left = max(timeout - (time.monotonic() - start), _BRIEFLY if there else 0.0)
+        return put(values, modality=modality, timeout=left, **self._options)
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _portable(value: object) -> bool:

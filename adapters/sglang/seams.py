@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from . import hooks, measure
+from . import encoding, hooks, measure
 
 if TYPE_CHECKING:
     from .consumer import Topology
@@ -26,6 +26,7 @@ _TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager"
 _SCHEDULER: Final = "sglang.srt.managers.scheduler"
 _BATCH: Final = "sglang.srt.managers.schedule_batch"
 _UTILS: Final = "sglang.srt.managers.mm_utils"
+_PROCESSOR: Final = "sglang.srt.multimodal.processors.base_processor"
 
 Hooks = dict[tuple[str, str], Callable[..., Any]]
 
@@ -35,10 +36,12 @@ _COMMON: Final[Hooks] = {
     (_TOKENIZER, "TokenizerManager.generate_request"): hooks.generate_request,
     (_TOKENIZER, "TokenizerManager._tokenize_one_request"): hooks.tokenize,
     (_TOKENIZER, "TokenizerManager._send_one_request"): hooks.send,
+    (_PROCESSOR, "BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc"): hooks.wrap_for_ipc,
     (_SCHEDULER, "Scheduler.__init__"): hooks.begin_scheduler,
     (_SCHEDULER, "Scheduler.process_input_requests"): hooks.process_requests,
     (_SCHEDULER, "Scheduler._get_multimodal_inputs"): hooks.get_inputs,
     (_BATCH, "MultimodalInputs.release_features"): hooks.release_features,
+    (_UTILS, "embed_mm_inputs"): encoding.embed,
 }
 #: Only timed, and only for `MMBROKER_MEASURE`.
 _TIMED: Final[Hooks] = {

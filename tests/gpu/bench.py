@@ -23,6 +23,7 @@ class Bench:
         self.driven = driven
         self.driver = driven.driver
         self._start, self._stack, self._settings = start, stack, {**SETTINGS, **settings}
+        self.tables: list[mmbroker.FeatureTable] = []
         self.broker = self.start()
         self.client = self.connect("producer")
 
@@ -38,7 +39,9 @@ class Bench:
         self, engine: str = "a", device: str = "cuda:0", access: str = "readonly", **options: Any
     ) -> mmbroker.FeatureTable:
         """The only rank of an engine, in a client of that name."""
-        return self.connect(engine).attach(engine=engine, device=device, access=access, **options)
+        table = self.connect(engine).attach(engine=engine, device=device, access=access, **options)
+        self.tables.append(table)
+        return table
 
     def rank(self, engine: str = "a") -> dict[str, Any]:
         """What the broker's status says about an engine's only rank."""

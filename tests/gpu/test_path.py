@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,8 @@ from mmbroker.cuda.fake_faults import VARIABLE
 from tests.cuda.rig import Rig as Driven
 from tests.gpu.bench import Bench
 from tests.gpu.conftest import UUIDS
-from tests.kit import Puppet
+from tests.gpu.test_table import block
+from tests.kit import Puppet, eventually
 from tests.rig import values
 
 FEATURE = values(torch.float32, (64, 100))
@@ -77,6 +79,40 @@ def test_another_gpu(fake: Driven, make_bench: Callable[..., Bench]) -> None:
 
 def test_a_broker_without_gpu(driven: Driven, make_bench: Callable[..., Bench]) -> None:
     works(make_bench(driven, gpu=None), "pinned", "no GPU", "--gpu")
+
+
+def test_a_full_arena_is_left_for_later(driven: Driven, make_bench: Callable[..., Bench]) -> None:
+    """What is granted meanwhile is on the host, and goes to the device by itself, the oldest first."""
+    bench = make_bench(driven, device_mib=4, segment_mib=4)
+    there = [bench.client.put(bench.device_tensor(block(2, seed=i)), tier="device") for i in range(2)]
+    works(bench, "pinned", "--device-mib")
+    table = bench.tables[-1]
+    held = [bench.client.put(block(1.5, seed=10 + i), to="a") for i in range(2)]
+    assert not any(bench.reads(table, one, block(1.5, seed=10 + i)) for i, one in enumerate(held))
+    there[0].drop()
+    bench.read_on_device(table, held[0], block(1.5, seed=10))
+    assert not bench.reads(table, held[1], block(1.5, seed=11))
+    there[1].drop()
+    bench.read_on_device(table, held[1], block(1.5, seed=11))
+    assert table.path == bench.rank()["path"] == "device" and not bench.rank()["why"]
+    for one in held:
+        one.drop()
+    bench.settled(table)
+
+
+def test_a_full_gpu_is_left_for_later(fake: Driven, make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(fake, grow_retry=0.05)
+    with fake.memory(fake.driver.free(fake.uuid) - (2 << 20)):
+        works(bench, "pinned", "MiB free", "--device-headroom-mib")
+    eventually(lambda: bench.tables[-1].path == "device", "room on the GPU")
+    with bench.client.put(FEATURE, to="a") as held:
+        bench.read_on_device(bench.tables[-1], held, FEATURE)
+
+
+def test_a_path_that_fails_is_not_tried_again(faked: Bench) -> None:
+    faked.driven.fake.faults.fail("cuMemImportFromShareableHandle", "CUDA_ERROR_NOT_SUPPORTED", 1)
+    works(faked, "pinned", "CUDA_ERROR_NOT_SUPPORTED")
+    assert faked.tables[-1]._next_try == math.inf
 
 
 def test_a_gpu_that_does_not_exist(bench: Bench) -> None:

@@ -192,6 +192,61 @@ def test_one_use_parks_while_another_goes_on(bench: Bench) -> None:
         eventually(lambda: bench.count("parked") == 1, "parked")
 
 
+def test_a_paused_use_keeps_the_feature_and_not_its_place(bench: Bench) -> None:
+    table = bench.attach()
+    feature = block(1)
+    held = bench.client.put(feature, to="a")
+    use = table.take(held.ref)
+    for pauses in (1, 2):
+        assert same(use.tensor.cpu(), feature)
+        assert bench.on_device(use.tensor) == (pauses == 1)
+        use.pause()
+        eventually(lambda: bench.count("parked") == 1, "parked")
+    held.drop()
+    after_it(bench, table)
+    assert table.stats()["unsettled"] == 1
+    assert same(use.tensor.cpu(), feature)  # after the hold is over
+    use.pause()
+    use.release()
+    bench.settled(table)
+
+
+def test_paused_while_it_is_read(bench: Bench) -> None:
+    table = bench.attach()
+    feature = block(1)
+    with bench.driven.stream() as stream, bench.client.put(feature, to="a") as held:
+        use, other = table.take(held.ref), table.take(held.ref)
+        address = use.tensor.data_ptr()
+        with bench.driven.pinned(feature.nbytes) as target:
+            with bench.driven.blocked(stream):
+                bench.driver.copy(target.address, address, feature.nbytes, stream)
+                use.pause(stream)
+                look_at(other)
+                other.pause()
+                after_it(bench, table)
+                assert bench.count("parked") == 0
+            bench.driven.finish(stream)
+            assert bytes(target.view) == feature.numpy().tobytes()
+        eventually(lambda: bench.count("parked") == 1, "parked")
+        use.release()
+        other.release()
+
+
+def test_one_use_pauses_while_another_goes_on(bench: Bench) -> None:
+    table = bench.attach()
+    feature = block(1)
+    with bench.client.put(feature, to="a") as held, table.take(held.ref) as second:
+        first = table.take(held.ref)
+        look_at(first)
+        first.pause()
+        after_it(bench, table)
+        assert bench.count("parked") == 0
+        assert bench.on_device(second.tensor)
+        second.pause()
+        eventually(lambda: bench.count("parked") == 1, "parked")
+        first.release()
+
+
 def test_without_room_on_the_device(driven: Driven, make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(driven, device_mib=4, segment_mib=4)
     table = bench.attach()

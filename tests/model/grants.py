@@ -15,9 +15,8 @@ What must be true of every state (`explore.verdict`):
 A `World` bounds what is explored: the number of holds, the takes of each, whether tensors outlive their release, and
 which faults may happen, each once. `World.mutants` switches tempting shortcuts on; exploring must catch each of them.
 
-Not here yet, to be added before the device tier is written: parking (an entry whose device replica is let go and
-loaded again) and loaders that die. Both are further places for an entry (`Entry.at`) and further faults; a load is one
-more use of its source that settling waits for.
+Where a feature lies on a device, and how it gets there and away again, is `loads.py`: it happens under a grant, and
+changes nothing about it. A load is one more use of its source that settling waits for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A second plugin, for tests only: it breaks the first one in the engine's processes when a file says so.
+"""A second plugin, for tests only: it breaks the first one in the engine's processes when a file says so, and has
+schedulers on the CPU believe that they are on a GPU.
 
 It is copied into a directory of its own with the metadata of an installed distribution, so that SGLang finds it.
 """
@@ -17,6 +18,8 @@ def register() -> None:
 
     if os.environ.get("TEST_ACCESS") == "copy":
         consumer.READS_ONLY = frozenset()  # type: ignore[misc]
+    if device := os.environ.get("TEST_DEVICE"):
+        consumer.device_of = lambda scheduler: device
     orders = Path(os.environ["TEST_FAULTS"])
     take = mmbroker.FeatureTable.take
 

@@ -319,7 +319,7 @@ def test_settings() -> None:
 class Use:
     releases = 0
 
-    def release(self) -> None:
+    def release(self, stream: object) -> None:
         self.releases += 1
 
 

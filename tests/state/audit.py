@@ -159,7 +159,7 @@ def waiting(broker: Broker) -> None:
         assert not session.answers.keys() & (session.requests.keys() | session.tickets.keys())
         assert len(session.requests) + len(session.tickets) <= books.limits.pending_per_session
         for ticket in session.tickets.values():
-            open_ranks = sum(r is Rank.GRANTED for h in ticket.holds for r in h.ranks.values())
+            open_ranks = sum(r in AWAITED for h in ticket.holds for r in h.ranks.values())
             assert ticket.missing == open_ranks > 0
             assert all(h.ticket is ticket for h in ticket.holds)
             assert ticket.timer is not None and ticket.timer.action is not None

@@ -111,7 +111,8 @@ class Ledger(Claims):
         assert client.engine is not None, "a grant for a session that is no rank"
         assert client.opened.namespace == claim.namespace
         assert (grant.segment, grant.offset) == (claim.segment, claim.offset)
-        assert not claim.segment or (claim.segment, False) in client.segments, "a grant before its descriptor"
+        descriptor = (claim.segment, grant.tier == "device")  # the device's is for both maps
+        assert not claim.segment or descriptor in client.segments, "a grant before its descriptor"
         hold = self.holds.setdefault(ref.hold, HoldView(claim))
         assert hold.claim is claim and session not in hold.ranks
         hold.ranks[session] = "granted"

@@ -51,6 +51,7 @@ class Peer:
         self.dismissed: dict[int, m.Grant] = {}  # not settled yet
         self.told: set[int] = set()  # holds it was ever dismissed from
         self.retired: list[int] = []
+        self.offered: dict[int, m.DevicePlace] = {}  # the last place on the device that it was offered
         self.ended = False
 
     # --- calls ---
@@ -172,6 +173,8 @@ class Peer:
                         self.dismissed[hold] = grant
                 if self.prompt:
                     self.shell.soon(self.settle)
+            case m.Offered(offers):
+                self.offered.update((offer.hold, offer.place) for offer in offers)
             case m.Retired(segments):
                 self.retired += segments
 

@@ -1,0 +1,77 @@
+"""Around the encoder: a reference becomes a tensor when the encoder reads it, and is a reference again right after.
+
+SGLang hands the items of a batch to `embed_mm_inputs`, which asks its cache of embeddings first; only what is not in
+there goes through the model's encoder. So tensors are put in their places around the encoder alone: what is cached is
+never read, and the copy to the CPU that SGLang makes of every tensor on the GPU afterwards finds none. All of this is
+in the stream that the model runs in.
+
+Once an item's part of the prompt is computed its feature is not needed on the device. It stays in use, because a
+request that is retracted computes it again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from . import uses
+
+
+def embed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND `embed_mm_inputs`."""
+    call = inspect.signature(original).bind(*args, **kwargs).arguments
+    inputs = call["mm_inputs_list"] or ()
+    if not any(uses.late(item) for one in inputs for item in one.mm_items if item is not None):
+        return original(*args, **kwargs)
+    call["data_embedding_func_mapping"] = _encoders(
+        call.get("data_embedding_func_mapping"), call.get("multimodal_model"), call["input_ids"].device
+    )
+    result = original(**call)
+    for one, prefix, extended in zip(
+        inputs, call["extend_prefix_lens"], call["extend_seq_lens"], strict=False
+    ):
+        _pause(one.mm_items, prefix + extended)
+    return result
+
+
+class Encoder:
+    """A model's encoder, which finds tensors in its items."""
+
+    def __init__(self, encoder: Callable[[Any], Any], device: Any) -> None:
+        self._encoder = encoder
+        self._device = device
+        # SGLang tells by these what else an encoder does by itself.
+        self.__self__ = getattr(encoder, "__self__", None)
+        self.__name__ = getattr(encoder, "__name__", "")
+
+    def __call__(self, items: Any) -> Any:
+        found = [(item, late) for item in items if (late := uses.late(item)) is not None]
+        try:
+            for item, late in found:
+                item.feature = late.read(self._device)
+            return self._encoder(items)
+        finally:
+            for item, late in found:
+                item.feature = late.reference
+                late.pause()
+
+
+def _encoders(given: dict[Any, Any] | None, model: Any, device: Any) -> dict[Any, Any]:
+    """For each modality the encoder that SGLang would choose, in ours."""
+    from sglang.srt.managers import schedule_batch as module
+
+    encoders: dict[Any, Any] = {}
+    for modality in module.Modality.all():
+        encoder = (given or {}).get(modality) or getattr(model, f"get_{modality.name.lower()}_feature", None)
+        if encoder is not None:
+            encoders[modality] = Encoder(encoder, device)
+    return encoders
+
+
+def _pause(items: Iterable[Any], end: int) -> None:
+    """Let go of what lies before `end` in the prompt: it is computed."""
+    for item in items:
+        late = None if item is None else uses.late(item)
+        if late is not None and item.offsets and max(last for _, last in item.offsets) < end:
+            late.pause()

@@ -1,0 +1,29 @@
+"""Device replicas are safe and free of leaks in every world; each shortcut is caught by one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from .loads import MUTANTS, WORLDS, explore, mutated
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_protocol_holds_in_every_state(name: str) -> None:
+    found = explore(WORLDS[name])
+    assert not found.verdict, f"{found.verdict}: " + "; ".join(map(str, found.path))
+    assert found.states > 100, "the world is too small to say anything"
+
+
+@pytest.mark.parametrize(("mutant", "name", "expected"), MUTANTS, ids=[mutant for mutant, _, _ in MUTANTS])
+def test_a_shortcut_is_caught(mutant: str, name: str, expected: str) -> None:
+    found = explore(mutated(mutant, name))
+    assert found.verdict == expected, f"{found.states} states, {found.verdict or 'nothing found'}"
+
+
+def test_every_shortcut_is_tried() -> None:
+    text = (Path(__file__).parent / "loads.py").read_text()
+    known = set(re.findall(r'"([^"\n]+)" (?:not )?in w\.mutants\b', text))
+    assert known == {mutant for mutant, _, _ in MUTANTS}

@@ -1,0 +1,131 @@
+"""Places on the device: who loads, who waits for a load, who is offered what comes free. Without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmbroker.proto import messages as m
+from mmbroker.proto.reference import Reference
+
+from .shell import Peer, Shell, item
+
+DEVICE = "GPU-1"
+MIB = 1 << 20
+
+
+def shell(device_mib: int = 4, **limits: Any) -> Shell:
+    return Shell(
+        pages=4096, segment=512, device=DEVICE, device_bytes=device_mib * MIB, segment_linger=3000.0, **limits
+    )
+
+
+def attached(one: Shell, name: str, path: str = "device", prompt: bool = True, **options: Any) -> Peer:
+    peer = one.client(name)
+    peer.prompt = prompt
+    answer = peer.ask(attach(name, path, **options))
+    assert answer.tier == ("device" if path == "device" else "host")
+    return peer
+
+
+def attach(name: str, path: str = "device", **options: Any) -> m.Attach:
+    return m.Attach(name, 0, 1, DEVICE, options.pop("access", "readonly"), path=path, **options)
+
+
+def place(peer: Peer, hold: int) -> m.DevicePlace | None:
+    """Where the broker told a rank to have a feature on the device, in the grant or later."""
+    return peer.offered.get(hold) or {**peer.granted, **peer.entries}[hold].device
+
+
+def test_a_rank_moves_to_the_device() -> None:
+    """It was full when the rank attached: what was granted on the host is offered a place, the oldest first."""
+    one = shell()
+    producer = one.client()
+    rank = attached(one, "a", "pinned")
+    refs = [producer.put(item(i, 300), to="a")[0] for i in range(3)]
+    assert not any(place(rank, ref.hold) for ref in refs)
+    assert rank.ask(attach("a")).tier == "device"
+    assert [bool(place(rank, ref.hold)) for ref in refs] == [True, True, False]
+    rank.cast(m.Loaded([ref.hold for ref in refs[:2]]))
+    producer.drop(refs[0])
+    assert place(rank, refs[2].hold)
+    assert rank.ask(attach("a")).tier == "device"  # said twice, as after an answer that was lost
+    for ref in refs[1:]:
+        producer.drop(ref)
+    assert one.report()["holds"] == 0
+
+
+def test_only_the_path_of_a_rank_changes() -> None:
+    one = shell()
+    rank = attached(one, "a", "pinned")
+    rank.failure(attach("a", "pinned"), "InvalidMessage")
+    rank.failure(attach("b"), "InvalidMessage")
+    rank.failure(attach("a", access="copy"), "InvalidMessage")
+    rank.failure(attach("a", lazy=True), "InvalidMessage")
+    rank.failure(m.Attach("a", 0, 2, DEVICE, "readonly", path="device"), "InvalidMessage")
+    (engine,) = one.report()["engines"]
+    assert engine["ranks"][0]["path"] == "pinned"
+
+
+def test_a_rank_that_copies_or_loads_late_is_offered_nothing_when_it_moves() -> None:
+    one = shell()
+    producer = one.client()
+    for name, options in (("a", {"access": "copy"}), ("b", {"lazy": True})):
+        rank = attached(one, name, "pinned", **options)
+        (ref,) = producer.put(item(name), to=name)
+        rank.ask(attach(name, **options))
+        assert place(rank, ref.hold) is None
+
+
+def test_what_can_never_fit_stands_in_nobodys_way() -> None:
+    one = shell(device_mib=2)
+    producer = one.client()
+    rank = attached(one, "a")
+    (large,) = producer.put(item("large", 513), to="a")
+    (small,) = producer.put(item("small", 500), to="a")
+    assert place(rank, large.hold) is None and place(rank, small.hold)
+    rank.cast(m.Want([large.hold]))
+    assert one.report()["device"]["wanting"] == 0
+    assert one.counters()["device_too_large"] == 1
+
+
+def test_what_cannot_be_had_for_now_is_passed_by() -> None:
+    """The GPU is full, so the arena cannot grow: what needs a larger segment waits, and what does not, does not."""
+    one = shell(device_mib=8, grow_retry=60.0)
+    producer = one.client()
+    names = {"first": 300, "large": 1000, "small": 100, "other": 150}
+    for name, pages in names.items():
+        producer.drop(*producer.put(item(name, pages)))
+    rank = attached(one, "a")
+
+    def granted(name: str) -> Reference:
+        (ref,) = producer.ask(m.Lookup([item(name).key], "a")).refs
+        return ref
+
+    first = granted("first")
+    rank.cast(m.Loaded([first.hold]))
+    one.grow = False
+    large, small, other = granted("large"), granted("small"), granted("other")
+    assert place(rank, large.hold) is None and place(rank, small.hold) and place(rank, other.hold) is None
+    producer.drop(first)
+    assert place(rank, other.hold) and place(rank, large.hold) is None
+    one.grow = True
+    one.advance(61.0)
+    assert place(rank, large.hold)
+
+
+def test_a_device_segment_has_one_descriptor() -> None:
+    """Whoever is granted, loads, shares or writes there is sent it once, whatever came first."""
+    one = shell(device_mib=8)
+    producer = one.client()
+    rank = attached(one, "a")
+    refs = []
+    for number in range(4):
+        seq = producer.call(m.Create([item(number, 300)], tier="device"))
+        one.advance(0.0)
+        (lease,) = producer.answers[seq].results  # type: ignore[union-attr]
+        assert isinstance(lease, m.Leased) and (lease.segment, True) in producer.segments
+        refs += producer.answers[producer.seal([lease], "a")].refs  # type: ignore[union-attr]
+    granted = {**rank.granted, **rank.entries}
+    assert len({granted[ref.hold].segment for ref in refs}) > 1
+    assert all(granted[ref.hold].tier == "device" for ref in refs)
+    assert {(granted[ref.hold].segment, True) for ref in refs} == rank.segments
