@@ -64,8 +64,9 @@ if TYPE_CHECKING:
 
     from . import aio
     from .client import Client, connect
+    from .entry import Use
     from .handles import Held, Hit, Lease
-    from .table import FeatureTable, Use
+    from .table import FeatureTable
     from .tensors import digest
 
 __all__ = [
@@ -115,7 +116,7 @@ _HOMES = {
     "Key": "proto.keys",
     "Lease": "handles",
     "Reference": "proto.reference",
-    "Use": "table",
+    "Use": "entry",
     "connect": "client",
     "digest": "tensors",
 }

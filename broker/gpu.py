@@ -87,6 +87,15 @@ class Place:
         self.source = source  # the memory that is being read
 
 
+class Fence:
+    """Behind everything that was in a stream when it was made. `event` is 0 once all that is done."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: int) -> None:
+        self.event = event
+
+
 class Gpu:
     """One client's use of one GPU, over all its sessions. What is below `any thread` is for other threads, too."""
 
@@ -105,7 +114,8 @@ class Gpu:
         self._loading: deque[Place] = deque()  # in the order of their copies
         self.quiet = 0  # > 0: graphs are being captured; nothing is to be mapped, pinned, loaded or queried
         self.imports = self.loads = self.bytes_loaded = 0
-        self._streams: dict[int, None] = {}  # on which our tensors were read
+        self.streams: dict[int, None] = {}  # that have read our tensors
+        self._fences: dict[int, Fence] = {}  # by event, that have not been passed as far as is known
         self.unpinned = ""  # why host memory could not be pinned
 
     # --- the receiver thread ----------------------------------------------------------------------------------------
@@ -116,7 +126,7 @@ class Gpu:
             self._use(create=True)
             self.driver.relaxed_capture()
             self._stream = self.driver.stream(high_priority=True)
-            self._streams[self._stream] = None
+            self.streams[self._stream] = None
             self._ready = True
 
     def maps(self, number: int) -> DeviceMaps:
@@ -210,11 +220,6 @@ class Gpu:
             done.append(place)
         return done
 
-    def recycle(self, events: deque[int]) -> None:
-        """Events of which nothing will be asked any more."""
-        while events:
-            self._events.append(events.popleft())
-
     def await_copies(self) -> None:
         """Wait until nothing is being copied any more; `loaded` tells what was."""
         if self._loading:
@@ -243,12 +248,6 @@ class Gpu:
     def busy(self) -> bool:
         return bool(self._loading)
 
-    def passed(self, fences: deque[int]) -> bool:
-        """Whether the work that was recorded when uses ended is done."""
-        while fences and self.driver.query(fences[0]):
-            self._events.append(fences.popleft())
-        return not fences
-
     def _bury(self, writable: int, readable: int, nbytes: int) -> None:
         """The last tensor of a segment died, in whatever thread: leave the work to the receiver thread, if it lives."""
         self._dead.append((writable, readable, nbytes))
@@ -276,7 +275,9 @@ class Gpu:
         self._maps.clear()
         self.sweep()
         self._closed = True
-        self._streams.pop(self._stream)
+        self.streams.pop(self._stream)
+        self._events.extend(self._fences)  # passed by now
+        self._fences.clear()
         self._destroy_events()
         self.driver.destroy_stream(self._stream)
 
@@ -302,32 +303,50 @@ class Gpu:
         except IndexError:
             return self.driver.event()
 
-    def fence(self, stream: object, remember: bool = False) -> int:
-        """An event behind everything that is in a stream by now; None: in torch's current one. `remember`: `fences`
-        shall include it; such a stream must not be destroyed before this client is closed."""
+    def current_stream(self) -> int:
+        """The raw number of the calling thread's current stream, as torch has it."""
+        return self.driver.current_stream(self.uuid)
+
+    def _recorded(self, stream: int) -> int:
+        """An event behind everything that is in a stream by now."""
         self._use()
-        raw: int = self.driver.current_stream(self.uuid) if stream is None else _raw(stream)
         event = self._event()
         try:
-            self.driver.record(event, raw)
+            self.driver.record(event, stream)
         except BaseException:
             self._events.append(event)
             raise
-        if remember:
-            self._streams[raw] = None
         return event
 
-    def fences(self) -> list[int]:
-        """As `fence`, behind every stream that was to be remembered, and our own."""
-        events: list[int] = []
-        for stream in list(self._streams):
-            try:
-                events.append(self.fence(stream))
-            except Fault:
-                raise
-            except DriverError:  # a stream that was destroyed meanwhile
-                self._streams.pop(stream, None)
-        return events
+    def fence(self, stream: int) -> Fence | None:
+        """A new fence in a stream; None if the stream was destroyed, and with it, what was in it."""
+        try:
+            fence = Fence(self._recorded(stream))
+        except Fault:
+            raise
+        except DriverError:
+            self.streams.pop(stream, None)
+            return None
+        self._fences[fence.event] = fence
+        return fence
+
+    def fences(self) -> list[Fence]:
+        """In every stream that may use our memory, and in the calling thread's current one."""
+        behind = (self.fence(stream) for stream in {**self.streams, self.current_stream(): None})
+        return [fence for fence in behind if fence is not None]
+
+    def passed(self, fences: deque[Fence]) -> bool:
+        """Whether everything before these fences is done; those that are known to be passed are taken out."""
+        while fences and self._passed(fences[0]):
+            fences.popleft()
+        return not fences
+
+    def _passed(self, fence: Fence) -> bool:
+        if (event := fence.event) and self.driver.query(event):
+            fence.event = 0
+            if self._fences.pop(event, None) is not None:
+                self._events.append(event)
+        return not fence.event
 
     def wait(self, place: Place) -> None:
         """Have torch's current stream wait until a place is loaded, if it is not."""
@@ -335,7 +354,7 @@ class Gpu:
         event = place.event
         try:
             if event and not self.driver.query(event):
-                self.driver.wait(self.driver.current_stream(self.uuid), event)
+                self.driver.wait(self.current_stream(), event)
         except DriverError:
             if place.event:  # else it was complete, and its event was given back
                 raise
@@ -357,17 +376,17 @@ class Gpu:
         GIL: afterwards the tensors may be changed."""
         self._use()
         plain = [tensor.contiguous().resolve_conj().resolve_neg() for tensor in tensors]
-        ready = self.fence(None)
+        ready = self._recorded(self.current_stream())
         self.driver.wait(self._stream, ready)
         self._events.append(ready)
         for tensor, (_, _, _, offset) in zip(plain, layout, strict=True):
             if tensor.nbytes:
                 self.driver.copy(place.address + offset, tensor.data_ptr(), tensor.nbytes, self._stream)
-        self._wait_for(self.fence(self._stream))
+        self._wait_for(self._recorded(self._stream))
 
     def finish(self) -> None:
         """Wait, without the GIL, for what is in torch's current stream by now."""
-        self._wait_for(self.fence(None))
+        self._wait_for(self._recorded(self.current_stream()))
 
     def _wait_for(self, event: int) -> None:
         self.driver.synchronize(event)
@@ -390,7 +409,7 @@ class Gpu:
         return tensors, weakref.ref(exporter)
 
 
-def _raw(stream: object) -> int:
+def raw_stream(stream: object) -> int:
     """A stream's number: it may be torch's object."""
     number: Any = getattr(stream, "cuda_stream", stream)
     return int(number)

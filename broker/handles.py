@@ -17,7 +17,7 @@ from mmbroker.proto.reference import Reference
 
 from .connection import Connection
 from .cuda import DriverError
-from .gpu import Gpu, Place
+from .gpu import Fence, Gpu, Place
 from .tensors import Source, export, layout
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Slot(NamedTuple):
     session: int
     exporter: weakref.ref[Any] | None
     gpu: Gpu | None  # if it is on the device
-    fences: deque[int]  # events of work that may write it
+    fences: deque[Fence]  # behind work that may write it
 
     @property
     def retained(self) -> bool:
@@ -188,7 +188,7 @@ class Lease:
             slot = self.end()
             if self._gpu is not None and self._touched:
                 with suppress(DriverError):
-                    slot.fences.extend([*self._gpu.fences(), self._gpu.fence(None)])
+                    slot.fences.extend(self._gpu.fences())
             self._owner.lease_over(slot, [Abort([self.number])])
 
     def end(self) -> Slot:
