@@ -202,9 +202,7 @@ class RealDriver:
                 self._refuse("cuMemcpyAsync", code)
 
     def current_stream(self, uuid: str) -> int:
-        import torch
-
-        return int(torch._C._cuda_getCurrentRawStream(self._devices[uuid].index))
+        return int(self._raw_stream(self._devices[uuid].index))
 
     def relaxed_capture(self) -> None:
         mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -243,6 +241,12 @@ class RealDriver:
             self._call("cuDevicePrimaryCtxRelease", self._devices[uuid].index)
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _raw_stream(self) -> Any:
+        import torch
+
+        return torch._C._cuda_getCurrentRawStream
 
     @cached_property
     def _nvml(self) -> Nvml:
