@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import count
 
+from mmbroker.proto.errors import plain
 from mmbroker.proto.messages import Ack, DevicePlace, Failed, Reply
 
 from .books import Books
@@ -142,7 +143,7 @@ class Holds:
                 self.books.counters["unknown_holds"] += 1
                 continue
             self.books.counters["grants_failed"] += 1
-            self._refused(hold, session, ack.reason[:500] or "no reason given")
+            self._refused(hold, session, plain(ack.reason, 500) or "no reason given")
             self.settle(session, [number], now)
         self.settle(session, ack.settled, now)
 
