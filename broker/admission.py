@@ -351,11 +351,21 @@ class Admission:
         elif pool.growing(request.namespace):
             why, then = "the next segment is not there yet", "allow more time"
         else:
-            why, then = "the arena is full of held features", f"drop holds, or raise --{tier}-mib"
+            why, then = self._fullness(request), f"drop holds, or raise --{tier}-mib"
         limit = pool.capacity if room.blocked else pool.limit
         free = max(0, limit - pool.held)
         text = f"{why}: {request.nbytes} bytes requested, {free} free of a limit of {limit}; {then}"
         return Failed("PoolFull", text, {"requested": request.nbytes, "free": free, "limit": limit})
+
+    def _fullness(self, request: Request) -> str:
+        """That the arena is full: of how large pieces, and who has the most of it."""
+        books, pool = self.books, self.books.pools[request.tier]
+        gap = max((s.allocator.largest_free for s in pool.arena(request.namespace) if s.ready), default=0)
+        has = {f"engine {e.name!r}": e.in_flight[request.tier] for e in books.engines.values()}
+        has |= {f"client {s.name!r} (pid {s.pid})": s.nbytes for s in books.sessions.values()}
+        most = [f"{who} {has[who]}" for who in sorted(has, key=lambda who: -has[who])[:3] if has[who]]
+        held = f"; most bytes are with {', '.join(most)}" if most else ""
+        return f"the arena is full of held features (largest gap {gap} bytes{held})"
 
     def _too_large(self, tier: str, requested: int, what: str) -> Failed:
         """`PoolFull` for what can never fit."""

@@ -8,7 +8,6 @@ import torch
 
 import mmbroker
 
-
 #: Between rounds, in seconds: they are there to be served, not to load the broker.
 _PAUSE = 0.005
 

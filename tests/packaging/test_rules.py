@@ -123,6 +123,16 @@ def nothing_listens_on_a_network(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"uses {node.attr}"
 
 
+def no_wall_clock(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for line, name in imports(tree):
+        if name.partition(".")[0] == "datetime":
+            yield line, f"imports {name}"
+    for node in ast.walk(tree):
+        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if name in ("time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.CLOCK_REALTIME"):
+            yield node.lineno, f"uses {name}"
+
+
 def no_timed_waits(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for call, name in calls(tree):
         waits = name in ("time.sleep", "sleep", "asyncio.sleep", "signal.pause", "anyio.sleep")
@@ -159,6 +169,11 @@ def test_no_named_shared_memory() -> None:
 
 def test_nothing_listens_on_a_network() -> None:
     assert broken(without_the_demo(), nothing_listens_on_a_network) == []
+
+
+def test_nothing_reads_the_wall_clock() -> None:
+    """It jumps. What is measured or waited for is on the monotonic clock."""
+    assert broken(modules(*SHIPPED), no_wall_clock) == []
 
 
 def test_no_wildcard_address_anywhere() -> None:
@@ -238,6 +253,10 @@ def test_imports_point_down() -> None:
         (nothing_listens_on_a_network, "s.bind(('0.0.0.0', 1))"),
         (nothing_listens_on_a_network, "socket.socket(socket.AF_INET)"),
         (nothing_listens_on_a_network, "asyncio.start_server(f)"),
+        (no_wall_clock, "import datetime"),
+        (no_wall_clock, "now = time.time()"),
+        (no_wall_clock, "clock = time.time"),
+        (no_wall_clock, "time.clock_gettime(time.CLOCK_REALTIME)"),
         (no_timed_waits, "time.sleep(1)"),
         (no_timed_waits, "await_(asyncio.sleep(0.1))"),
         (no_timed_waits, "from time import sleep; sleep(x)"),
