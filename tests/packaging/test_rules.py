@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -211,6 +212,24 @@ def test_nothing_unfinished() -> None:
         if word in line
     ]
     assert found == []
+
+
+def test_the_tests_that_the_threat_model_names_are_there() -> None:
+    """`docs/security.md` names them by file and name; a claim without its test would be a wish."""
+    text = (ROOT / "docs" / "security.md").read_text()
+    named = [
+        (file, name)
+        for file, names in re.findall(r"`([a-z]+/test_[a-z_]+)`(?:: ([a-z_, ]+))?", text)
+        for name in (names.split(", ") if names else [""])
+        if " " not in name.strip()
+    ]
+    assert len(named) > 50
+    missing = [
+        f"{file}: {name}"
+        for file, name in named
+        if f"def test_{name.strip()}" not in (ROOT / "tests" / f"{file}.py").read_text()
+    ]
+    assert missing == []
 
 
 def test_imports_point_down() -> None:

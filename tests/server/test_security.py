@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import mmbroker
 from mmbroker.proto import messages as m
+from mmbroker.proto.errors import FeatureMissing, StaleReference
 from mmbroker.proto.keys import Key
 from tests.conftest import StartBroker
 from tests.kit import BrokerProcess, Puppet, RawClient, dealer, eventually
@@ -186,3 +189,34 @@ def test_no_number_of_anothers_does_anything(broker: BrokerProcess, kind: Any) -
         assert isinstance(owner.answer(seq), m.Sealed)
         assert isinstance(owner.call(m.Seal([m.Sealing(open_lease.lease)])), m.Sealed)
         assert not [notice for notice in rank.notices if isinstance(notice, m.Dismissed)]
+
+
+def test_a_reference_of_another_engine_yields_nothing(start_broker: StartBroker) -> None:
+    """Nor does one of another namespace's, or one that was good until its slot was used for something else."""
+    broker = start_broker(host_mib=8, segment_mib=8)
+    with (
+        mmbroker.connect(broker.directory, name="worker") as worker,
+        mmbroker.connect(broker.directory, name="a") as a,
+        mmbroker.connect(broker.directory, name="b") as b,
+        mmbroker.connect(broker.directory, name="c", namespace="other") as c,
+    ):
+        tables = [
+            client.attach(engine=name, access="readonly")
+            for client, name in ((a, "ea"), (b, "eb"), (c, "ea"))
+        ]
+        held = worker.put(torch.full((6 * MIB,), 42, dtype=torch.uint8), to="ea")
+        for table in tables[1:]:
+            with pytest.raises(FeatureMissing):
+                table.take(held.ref)
+        with tables[0].take(held.ref) as use:
+            assert use.tensor[0] == 42
+        del use
+        old = held.ref.to_wire()
+        held.drop()
+        later = worker.put(torch.full((7 * MIB,), 43, dtype=torch.uint8), to="ea")
+        assert broker.status()["counters"]["evictions"] == 1, "it has the place of the first"
+        with pytest.raises(FeatureMissing):
+            tables[0].take(old)
+        with pytest.raises(StaleReference):
+            tables[0].take({**old, "hold": later.ref.hold})
+        later.drop()
