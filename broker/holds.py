@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import count
 
+from mmbroker.proto.errors import plain
 from mmbroker.proto.messages import Ack, DevicePlace, Failed, Reply
 
 from .books import Books
@@ -40,6 +41,7 @@ class Holds:
         self.open[hold.number] = hold
         feature.holds.add(hold.number)
         owner.holds[hold.number] = hold
+        books.claim(owner, feature.place[0], feature.slot)
         books.charge(engine, feature)
         books.counters["holds"] += 1
         for number in engine.ranks.values() if engine is not None else ():
@@ -69,6 +71,8 @@ class Holds:
         """Answer a call as soon as every rank has acknowledged its holds, or at its deadline with `EngineLagging`."""
         missing = sum(rank in AWAITED for hold in holds for rank in hold.ranks.values())
         if engine is None or not missing:
+            if holds:
+                self.books.finished = now
             self.books.respond(session, seq, answer())
             return
         ticket = Ticket(session.number, seq, engine, holds, answer, undo, now, missing)
@@ -108,8 +112,9 @@ class Holds:
         self.books.counters["dismissals"] += 1
         if hold.expiry is not None:
             hold.expiry.cancel()
-        if hold.owner is not None:
-            self.books.sessions[hold.owner].holds.pop(hold.number, None)
+        owner = self.books.sessions[hold.owner] if hold.owner is not None else None
+        if owner is not None and owner.holds.pop(hold.number, None) is not None:
+            self.books.disclaim(owner, hold.feature.slot)
         for number, rank in list(hold.ranks.items()):
             if rank is Rank.DEFERRED:  # it never heard of the hold
                 session = self.books.sessions[number]
@@ -130,6 +135,7 @@ class Holds:
                 continue
             hold.ranks[session.number] = Rank.ACKED
             session.unacked.pop(number, None)
+            self.books.finished = now
             self._heard(hold, now)
         for number in ack.failed:
             hold = session.grants.get(number)
@@ -137,7 +143,7 @@ class Holds:
                 self.books.counters["unknown_holds"] += 1
                 continue
             self.books.counters["grants_failed"] += 1
-            self._refused(hold, session, ack.reason[:500] or "no reason given")
+            self._refused(hold, session, plain(ack.reason, 500) or "no reason given")
             self.settle(session, [number], now)
         self.settle(session, ack.settled, now)
 
@@ -180,6 +186,7 @@ class Holds:
                 self.end(hold, now)
             else:
                 hold.owner = None
+                self.books.disclaim(session, hold.feature.slot)
                 hold.expiry = self.books.timers.at(now + grace, lambda at, hold=hold: self.end(hold, at))  # type: ignore[misc]
                 self.books.counters["holds_orphaned"] += 1
         session.holds.clear()
@@ -190,6 +197,8 @@ class Holds:
         if hold.over and not hold.ranks and self.open.pop(hold.number, None) is not None:
             feature = hold.feature
             feature.holds.discard(hold.number)
+            self.books.finished = now
+            self.books.close(feature.place[0])
             self.books.credit(hold.engine, feature)
             self.books.rest(feature, now)
 

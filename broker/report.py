@@ -5,19 +5,31 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from .health import health
 from .records import Engine, Feature, Request, Session
 
 if TYPE_CHECKING:
     from .state import Broker
 
 
+#: What lists things by namespace, and what sums them up.
+_BY_NAMESPACE = ("arenas", "namespaces", "sessions", "ghosts", "engines", "waiting", "largest")
+
+
+def within(report: dict[str, Any], namespace: str) -> dict[str, Any]:
+    """A report for a user who is not the operator: nothing that belongs to other namespaces, but sums."""
+    mine = {what: [one for one in report[what] if one["namespace"] == namespace] for what in _BY_NAMESPACE}
+    return {**report, **mine, "health": {**report["health"], "stuck": []}}
+
+
 def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
-    """Bytes are whole pages; ages are in seconds."""
+    """Bytes are whole pages; ages are in seconds. `budget` is each client's, of leases and holds; 0 is none."""
     books = broker.books
     living = [s for s in books.sessions.values() if not s.ended]
     ghosts = [s for s in books.sessions.values() if s.ended]
     return {
         "draining": broker.halting,
+        "health": health(broker, now),
         "pool": _pool(broker, "host"),
         "device": _pool(broker, "device") | _device(broker) if "device" in books.pools else None,
         "arenas": _arenas(broker),
@@ -28,6 +40,11 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
         "holds_dismissed": sum(hold.over for hold in broker.holds.open.values()),
         "quarantined": sum(slot.nbytes for s in ghosts for slot in s.quarantine),
         "writer_pins": sum(len(s.pins) for s in books.sessions.values()),
+        "budget": {
+            "features": broker.limits.client_budget_features,
+            "bytes": broker.limits.client_budget_bytes,
+        },
+        "namespaces": _namespaces(broker),
         "sessions": [_session(s, now) for s in living],
         "ghosts": [_session(s, now) for s in ghosts],
         "engines": [_engine(broker, engine, now) for engine in books.engines.values()],
@@ -83,6 +100,23 @@ def _arenas(broker: Broker) -> list[dict[str, Any]]:
     return list(arenas.values())
 
 
+def _namespaces(broker: Broker) -> list[dict[str, Any]]:
+    """What is in use in each, of how much; 0 bytes is no limit of its own."""
+    books, limits = broker.books, broker.limits
+    names = {s.namespace for s in books.sessions.values()} | books.claims.keys()
+    names |= {s.namespace for pool in books.pools.values() for s in pool.segments.values() if s.namespace}
+    return [
+        {
+            "namespace": name,
+            "features": books.claims[name],
+            "features_limit": limits.features_per_namespace,
+            "bytes": sum(pool.held_by(name) for pool in books.pools.values()),
+            "bytes_limit": limits.namespace_bytes,
+        }
+        for name in sorted(names)
+    ]
+
+
 def _session(session: Session, now: float) -> dict[str, Any]:
     return {
         "name": session.name,
@@ -93,6 +127,7 @@ def _session(session: Session, now: float) -> dict[str, Any]:
         "age": round(now - session.since, 3),
         "leases": len(session.leases),
         "holds": len(session.holds),
+        "bytes": session.nbytes,
         "grants": len(session.grants),
         "unacked": len(session.unacked),
         "waiting": len(session.requests) + len(session.tickets),
@@ -131,7 +166,8 @@ def _engine(broker: Broker, engine: Engine, now: float) -> dict[str, Any]:
         "complete": engine.complete,
         "in_flight": engine.in_flight["host"],
         "in_flight_device": engine.in_flight["device"],
-        "features": len(engine.uses),
+        "features": engine.features,
+        "features_limit": broker.limits.features_per_engine,
         "budget": broker.books.budget(),
         "ranks": ranks,
     }
@@ -146,6 +182,7 @@ def _waiting(broker: Broker) -> list[Request]:
 def _request(broker: Broker, request: Request, now: float) -> dict[str, Any]:
     return {
         "client": broker.books.sessions[request.session].name,
+        "namespace": request.namespace,
         "for": request.reason.value,
         "items": len(request.items),
         "bytes": request.nbytes,

@@ -57,8 +57,8 @@ def table(title: str, *columns: str) -> Table:
 
 
 def console() -> Console:
-    """Standard output; 80 columns where nobody says how many there are."""
-    return Console(highlight=False, emoji=False)
+    """Standard output; 80 columns where nobody says how many there are. Names of others are shown as they are."""
+    return Console(highlight=False, emoji=False, markup=False)
 
 
 def show_checks(checks: Iterable[Check], to: Console | None = None) -> None:
@@ -82,6 +82,11 @@ def show_status(report: Mapping[str, Any], to: Console | None = None) -> None:
         f"{size(daemon['rss'])} resident apart from features"
         + (", ending: it takes no new work" if report["draining"] else "")
     )
+    if not (health := report["health"])["ok"]:
+        idle = span(health["last_finished_s"])
+        out.print(Text(f"NOT WELL: work is pending, and nothing has finished for {idle}", style="bold red"))
+        for sentence in health["stuck"]:
+            out.print(Text(f"-> {sentence}", style="red"))
     parts = [_memory(report), _arenas(report), _sessions(report), *_engines(report), _waiting(report)]
     for part in parts:
         if part is not None:
@@ -163,6 +168,8 @@ def _sessions(report: Mapping[str, Any]) -> Table | None:
             notes.append("a rank")
         if session["waiting"]:
             notes.append(f"{session['waiting']} calls wait")
+        if share := _share(report["budget"], session):
+            notes.append(f"{share:.0%} of its budget")
         if session["quarantined"]:
             notes.append(f"{size(session['quarantined'])} quarantined")
         if not session["traceable"]:
@@ -176,6 +183,12 @@ def _sessions(report: Mapping[str, Any]) -> Table | None:
             ", ".join(notes),
         )
     return made if rows else None
+
+
+def _share(budget: Mapping[str, int], session: Mapping[str, Any]) -> float:
+    """How much of its budget a client has, by count or by bytes, whichever is more."""
+    has = {"features": session["leases"] + session["holds"], "bytes": session["bytes"]}
+    return max((has[what] / most for what, most in budget.items() if most), default=0.0)
 
 
 def _engines(report: Mapping[str, Any]) -> Iterator[Table]:

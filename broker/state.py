@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mmbroker.proto import messages as m
+from mmbroker.proto.errors import plain
 from mmbroker.proto.form import Form
 
 from . import report
@@ -76,6 +77,8 @@ class Broker:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What follows from an event. `now` is in seconds on a clock that never goes back."""
         books = self.books
+        if books.finished is None:
+            books.finished = now  # nothing was pending before
         match event:
             case Called():
                 session = books.sessions.get(event.session)
@@ -169,15 +172,8 @@ class Broker:
                 session, seq, m.Failed("InvalidMessage", "a timeout is a finite number of seconds")
             )
             return
-        pending = len(session.requests) + len(session.tickets)
-        if pending >= self.limits.pending_per_session:
-            self.books.counters["quota_refusals"] += 1
-            text = (
-                f"{pending} calls of this client are waiting, the limit is {self.limits.pending_per_session}: "
-                "wait for some to end, or raise --pending-per-session"
-            )
-            figures = {"requested": 1, "used": pending, "limit": self.limits.pending_per_session}
-            self.books.respond(session, seq, m.Failed("QuotaExceeded", text, figures))
+        if refused := self.admission.quotas.one_more_call(session):
+            self.books.respond(session, seq, refused)
             return
         deadline = now + min(max(event.timeout, 0.0), self.limits.max_timeout)
         self._calls[type(body)](session, seq, body, now, deadline)
@@ -186,7 +182,7 @@ class Broker:
 
     def _create(self, session: Session, seq: int, call: m.Create, now: float, deadline: float) -> None:
         if call.tier not in self.rooms:
-            text = f"this broker has no arena of tier {call.tier!r}: use tier='host', or start it with --gpu"
+            text = f"this broker has no arena of tier {call.tier[:64]!r}: use tier='host', or start it with --gpu"
             self.books.respond(session, seq, m.Failed("InvalidMessage", text))
             return
         engine, refusal = self._engine(session, call.to)
@@ -232,7 +228,7 @@ class Broker:
         session.engine, session.rank = engine, call.rank
         session.device, session.access, session.lazy = call.device, call.access, call.lazy
         session.gpu = call.path == "device" and bool(self.limits.device) and call.device == self.limits.device
-        session.path, session.why = call.path[:NAME_LIMIT], call.why[:500]
+        session.path, session.why = plain(call.path, NAME_LIMIT), plain(call.why, 500)
         if session.gpu and self.holds.replicas is not None:
             self.holds.replicas.moved(session)
         if session.device != "cpu":
@@ -243,12 +239,13 @@ class Broker:
         self.books.respond(session, seq, m.Attached(engine.complete, "device" if session.gpu else "host"))
 
     def _attach_refusal(self, session: Session, call: m.Attach) -> str:
-        if not 0 < len(call.engine) <= NAME_LIMIT:
-            return f"an engine's name has 1 to {NAME_LIMIT} characters"
+        for what, name in (("an engine", call.engine), ("a device", call.device)):
+            if not 0 < len(name) <= NAME_LIMIT or not name.isprintable():
+                return f"{what}'s name has 1 to {NAME_LIMIT} printable characters"
         if not 0 <= call.rank < call.world <= 4096:
             return f"rank {call.rank} of {call.world} is not possible: ranks count from 0, and a world has at most 4096"
         if call.access not in ("readonly", "copy"):
-            return f"access is 'readonly' or 'copy', not {call.access!r}"
+            return f"access is 'readonly' or 'copy', not {call.access[:64]!r}"
         mine = session.engine
         if mine is not None:
             stands = (mine.name, session.rank, mine.world, session.access, session.lazy)
@@ -322,7 +319,7 @@ class Broker:
         act(session, call.holds, now)
 
     def _tally(self, session: Session, seq: int, call: m.Tally, now: float, deadline: float) -> None:
-        if len(call.counts) <= 64 and all(len(name) <= 64 for name in call.counts):
+        if len(call.counts) <= 64 and all(len(name) <= 64 and name.isprintable() for name in call.counts):
             session.tally = call.counts
         else:
             self.books.counters["tallies_refused"] += 1

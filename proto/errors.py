@@ -17,7 +17,7 @@
     │   ├── StaleReference          the reference does not fit the entry, or is another broker life's
     │   └── DigestConflict          the key is taken by a feature of another form
     ├── PoolFull                    no room: `requested`, `free` and `limit`, in bytes
-    ├── QuotaExceeded               a limit on counts: `requested`, `used` and `limit`
+    ├── QuotaExceeded               a limit or budget was reached: `requested`, `used` and `limit`
     ├── NoSuchEngine                nobody is attached under that name
     ├── ProtocolError
     │   ├── VersionMismatch         the peer speaks another version of the protocol
@@ -36,7 +36,7 @@ from collections.abc import Mapping
 class BrokerError(Exception):
     """Root of every error of mmbroker. `figures` holds the numbers that the message quotes."""
 
-    def __init__(self, message: str, **figures: int) -> None:
+    def __init__(self, message: str, /, **figures: int) -> None:
         super().__init__(message)
         self.figures: dict[str, int] = figures
 
@@ -110,7 +110,10 @@ class PoolFull(BrokerError):
 
 
 class QuotaExceeded(BrokerError):
-    """A limit on a count was reached; `requested`, `used` and `limit` say which way."""
+    """A limit or budget of a call, client, engine or namespace was reached; the message names it.
+
+    `requested`, `used` and `limit` are counts or bytes.
+    """
 
     @property
     def requested(self) -> int:
@@ -147,6 +150,12 @@ class UnknownSession(ProtocolError):
 
 class PermissionDenied(BrokerError):
     """This user may not use this broker, or this namespace."""
+
+
+def plain(text: object, most: int = 200) -> str:
+    """What somebody else wrote, for our messages and logs: not too long, and nothing in it that moves a cursor."""
+    shown = str(text)[:most]
+    return shown if shown.isprintable() else "".join(c if c.isprintable() else "?" for c in shown)
 
 
 def _tree(cls: type[BrokerError]) -> dict[str, type[BrokerError]]:

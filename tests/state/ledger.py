@@ -145,6 +145,8 @@ class Ledger(Claims):
         call = waiting.body
         if isinstance(body, m.Failed):
             assert len(body.message) > 20
+            if body.error == "QuotaExceeded":
+                self._refused(waiting, body.figures)
             return
         assert isinstance(body, ANSWERS.get(type(call), m.Done)), f"{body} answers {call}"
         match call, body:
@@ -245,6 +247,7 @@ class Ledger(Claims):
                     if w in ("acked", "granted") and not self.clients[s].ended
                 }
                 assert told <= hold.dismissed, f"hold {number} is over and {told} were not told"
+        self._within_limits()
         self._in_order()
 
     def _in_order(self) -> None:
@@ -257,6 +260,7 @@ class Ledger(Claims):
                     or not waiting.fresh
                     or waiting.order > order
                     or call.to != to
+                    or self._may_have_been_over_budget(session, to)
                 ):
                     continue
                 if namespace == self.clients[session].opened.namespace:
@@ -266,6 +270,17 @@ class Ledger(Claims):
                     )
                     assert known, f"create {order} was served before create {waiting.order}"
         self.served.clear()
+
+    def _may_have_been_over_budget(self, session: int, to: str | None) -> bool:
+        """Did this client wait for something of its own, when one that is answered now was served?
+
+        A create that has hits for an engine is answered later than it was served: when they are acknowledged.
+        """
+        count, nbytes = self._may_have(session)
+        features, size = self.limits.client_budget_features, self.limits.client_budget_bytes
+        if to is not None and (features or size):
+            return True
+        return bool((features and count > features) or (size and nbytes > size))
 
     def check_deadline(self, due: float | None, now: float) -> None:
         """`Broker.next_deadline` after `now` was handled."""
