@@ -99,12 +99,7 @@ class Admission:
         requested = sum({item.key: round_up(item.form.nbytes) for item in items}.values())
         if requested > books.pools[tier].limit:
             what = "the feature is" if len(items) == 1 else f"the batch of {len(items)} is"
-            return self._pool_full(
-                tier,
-                requested,
-                f"{what} larger than the arena",
-                f"send it in smaller batches, or raise --{tier}-mib",
-            )
+            return self._too_large(tier, requested, what)
         return None
 
     # --- serving ----------------------------------------------------------------------------------------------------
@@ -176,6 +171,8 @@ class Admission:
         """Hand out what was found and allocated."""
         books = self.books
         session = books.sessions[request.session]
+        if now > request.since:
+            books.finished = now
         results: list[Result | None] = []
         holds: list[Hold] = []
         for item, feature in zip(request.items, found, strict=True):
@@ -362,43 +359,49 @@ class Admission:
             answer = self._full(request)
         self._finish(request, answer)
 
-    def _full(self, request: Request) -> Failed:
-        """`PoolFull` for what was waited for: the engine's budget, the machine's memory, or the arena."""
+    def lack(self, request: Request) -> str:
+        """What a request waits for, if not for a writer: room, memory or its engine's budget; and what would help."""
         tier = request.tier
         room, pool = self.rooms[tier], self.books.pools[tier]
         if request.reason is Wait.BUDGET and request.engine is not None:
-            budget, engine = self.books.budget(tier), request.engine
-            in_flight = engine.in_flight[tier]
-            self.books.counters["pool_full"] += 1
-            return Failed(
-                "PoolFull",
-                f"engine {engine.name!r} has {in_flight} bytes in flight of its budget of {budget}, and "
-                f"{request.nbytes} more do not fit; end some of its requests, or raise --{tier}-mib",
-                {"requested": request.nbytes, "free": max(0, budget - in_flight), "limit": budget},
+            engine = request.engine
+            return (
+                f"engine {engine.name!r} has {engine.in_flight[tier]} bytes in flight of its budget of "
+                f"{self.books.budget(tier)}, and {request.nbytes} more do not fit; end some of its requests, or raise "
+                f"--{tier}-mib"
             )
         if room.blocked:
-            return self._pool_full(
-                tier,
-                request.nbytes,
-                f"the arena cannot grow: {room.blocked}",
-                "free memory, or raise that limit",
-                limit=pool.capacity,
-            )
-        if pool.growing(request.namespace):
-            return self._pool_full(
-                tier, request.nbytes, "the next segment is not there yet", "allow more time"
-            )
-        return self._pool_full(
-            tier, request.nbytes, "the arena is full of held features", f"drop holds, or raise --{tier}-mib"
-        )
-
-    def _pool_full(self, tier: str, requested: int, why: str, then: str, limit: int | None = None) -> Failed:
-        pool = self.books.pools[tier]
-        limit = pool.limit if limit is None else limit
+            why, then = f"the arena cannot grow: {room.blocked}", "free memory, or raise that limit"
+        elif pool.growing(request.namespace):
+            why, then = "the next segment is not there yet", "allow more time"
+        else:
+            why, then = "the arena is full of held features", f"drop holds, or raise --{tier}-mib"
+        limit = pool.capacity if room.blocked else pool.limit
         free = max(0, limit - pool.held)
+        return f"{why}: {request.nbytes} bytes requested, {free} free of a limit of {limit}; {then}"
+
+    def _full(self, request: Request) -> Failed:
+        """`PoolFull` for what was waited for: the engine's budget, the machine's memory, or the arena."""
+        self.books.counters["pool_full"] += 1
+        tier = request.tier
+        pool = self.books.pools[tier]
+        if request.reason is Wait.BUDGET and request.engine is not None:
+            limit = self.books.budget(tier)
+            free = max(0, limit - request.engine.in_flight[tier])
+        else:
+            limit = pool.capacity if self.rooms[tier].blocked else pool.limit
+            free = max(0, limit - pool.held)
+        figures = {"requested": request.nbytes, "free": free, "limit": limit}
+        return Failed("PoolFull", self.lack(request), figures)
+
+    def _too_large(self, tier: str, requested: int, what: str) -> Failed:
+        """`PoolFull` for what can never fit."""
+        pool = self.books.pools[tier]
+        free = max(0, pool.limit - pool.held)
         self.books.counters["pool_full"] += 1
         return Failed(
             "PoolFull",
-            f"{why}: {requested} bytes requested, {free} free of a limit of {limit}; {then}",
-            {"requested": requested, "free": free, "limit": limit},
+            f"{what} larger than the arena: {requested} bytes requested, {free} free of a limit of {pool.limit}; "
+            f"send it in smaller batches, or raise --{tier}-mib",
+            {"requested": requested, "free": free, "limit": pool.limit},
         )

@@ -109,6 +109,7 @@ class Books:
         self._rests = count(1)
         self.flights: dict[Place, list[Lease]] = {}  # keys that are being written
         self.stirred = False  # room or budget may have become free: look at what waits
+        self.finished: float | None = None  # when something that was pending last got done (see `health`)
 
     # --- answers ----------------------------------------------------------------------------------------------------
 

@@ -151,6 +151,7 @@ class Limits:
     items_per_call: int = 1024
     single_flight: float = 0.25  # how long a content key's second writer waits for the first
     lagging_after: float = 2.0  # a rank that has not acknowledged for so long is lagging
+    stuck_after: float = 2.0  # health is bad when work is pending and nothing has finished for so long
     producer_grace: float = 30.0  # how long a dead producer's holds go on
     segment_linger: float = 10.0  # how long an empty segment is kept
     device: str = ""  # UUID of the GPU that is served; empty: none

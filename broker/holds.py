@@ -69,6 +69,8 @@ class Holds:
         """Answer a call as soon as every rank has acknowledged its holds, or at its deadline with `EngineLagging`."""
         missing = sum(rank in AWAITED for hold in holds for rank in hold.ranks.values())
         if engine is None or not missing:
+            if holds:
+                self.books.finished = now
             self.books.respond(session, seq, answer())
             return
         ticket = Ticket(session.number, seq, engine, holds, answer, undo, now, missing)
@@ -132,6 +134,7 @@ class Holds:
                 continue
             hold.ranks[session.number] = Rank.ACKED
             session.unacked.pop(number, None)
+            self.books.finished = now
             self._heard(hold, now)
         for number in failed:
             hold = session.grants.get(number)
@@ -191,6 +194,7 @@ class Holds:
         if hold.over and not hold.ranks and self.open.pop(hold.number, None) is not None:
             feature = hold.feature
             feature.holds.discard(hold.number)
+            self.books.finished = now
             self.books.credit(hold.engine, feature)
             self.books.rest(feature, now)
 

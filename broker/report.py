@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from .health import health
 from .records import Engine, Feature, Request, Session
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
     ghosts = [s for s in books.sessions.values() if s.ended]
     return {
         "draining": broker.halting,
+        "health": health(broker, now),
         "pool": _pool(broker, "host"),
         "device": _pool(broker, "device") | _device(broker) if "device" in books.pools else None,
         "arenas": _arenas(broker),

@@ -75,6 +75,8 @@ class Broker:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What follows from an event. `now` is in seconds on a clock that never goes back."""
         books = self.books
+        if books.finished is None:
+            books.finished = now  # nothing was pending before
         match event:
             case Called():
                 session = books.sessions.get(event.session)
