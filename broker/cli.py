@@ -213,15 +213,21 @@ def report(directory: Path, features: int = 0) -> dict[str, Any]:
 @main.command()
 @_which
 @click.option("--json", "as_json", is_flag=True, help="The whole report, for programs.")
-def status(name: str | None, as_json: bool) -> None:
-    """Memory, sessions, engines, what waits, and what happened so far."""
+@click.pass_context
+def status(ctx: click.Context, name: str | None, as_json: bool) -> None:
+    """Memory, sessions, engines, what waits, and what happened so far.
+
+    Exit code 1 if the broker is not well: work is pending, nothing gets done, and it says what is stuck.
+    """
     told = report(_find(name))
     if as_json:
         click.echo(json.dumps(told, indent=1))
-        return
-    from .screen import show_status
+    else:
+        from .screen import show_status
 
-    show_status(told)
+        show_status(told)
+    if not told["health"]["ok"]:
+        ctx.exit(FAILED)
 
 
 @main.command()

@@ -82,6 +82,11 @@ def show_status(report: Mapping[str, Any], to: Console | None = None) -> None:
         f"{size(daemon['rss'])} resident apart from features"
         + (", ending: it takes no new work" if report["draining"] else "")
     )
+    if not (health := report["health"])["ok"]:
+        idle = span(health["last_finished_s"])
+        out.print(Text(f"NOT WELL: work is pending, and nothing has finished for {idle}", style="bold red"))
+        for sentence in health["stuck"]:
+            out.print(Text(f"-> {sentence}", style="red"))
     parts = [_memory(report), _arenas(report), _sessions(report), *_engines(report), _waiting(report)]
     for part in parts:
         if part is not None:

@@ -161,7 +161,7 @@ def put(client: RawClient, name: str, kib: int, to: str | None = None) -> None:
 
 
 def test_status_shows_what_there_is(start_broker: StartBroker) -> None:
-    broker = start_broker(lagging_after=0.001, host_mib=8)
+    broker = start_broker(lagging_after=0.001, stuck_after=3600.0, host_mib=8)
     with (
         RawClient(broker.directory, name="a-worker") as worker,
         RawClient(broker.directory, name="a-rank") as rank,
@@ -202,6 +202,27 @@ def test_status_shows_what_there_is(start_broker: StartBroker) -> None:
     told = json.loads(as_json.stdout)
     assert told.keys() == report.keys()
     assert told["engines"][0]["engine"] == "engine-a"
+
+
+def test_status_is_bad_while_nothing_gets_done(start_broker: StartBroker) -> None:
+    """In words, in the report and in the exit code; and well again as soon as something has been done."""
+    broker = start_broker(host_mib=8, stuck_after=0.05)
+    with RawClient(broker.directory, name="a-worker") as worker, RawClient(broker.directory) as rank:
+        assert (result := mmbroker("status", MMBROKER_DIR=str(broker.root))).returncode == 0, result.stderr
+        rank.call(m.Attach("engine-a", 0, 1))
+        put(worker, "x", 64, "engine-a")  # which the rank does not acknowledge
+        (grant,) = rank.notice(m.Granted).grants
+        eventually(lambda: not broker.status()["health"]["ok"], "a bad health")
+        result = mmbroker("status", MMBROKER_DIR=str(broker.root))
+        as_json = mmbroker("status", "--json", MMBROKER_DIR=str(broker.root))
+        assert (result.returncode, result.stderr) == (as_json.returncode, as_json.stderr) == (1, "")
+        assert "NOT WELL: work is pending, and nothing has finished for" in result.stdout
+        assert f"-> rank 0 (pid {os.getpid()}) of engine 'engine-a' has not acknowledged" in result.stdout
+        health = json.loads(as_json.stdout)["health"]
+        assert health["stuck"] and health["oldest_pending_s"] >= 0.05
+        rank.cast(m.Ack([grant.ref.hold]))
+        assert isinstance(worker.answer(worker.seq), m.Sealed)
+        assert mmbroker("status", MMBROKER_DIR=str(broker.root)).returncode == 0
 
 
 def test_ls_lists_the_largest_features(broker: BrokerProcess) -> None:
