@@ -13,12 +13,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from mmbroker.proto.errors import InvalidMessage
-from mmbroker.proto.form import Form
+from mmbroker.proto.keys import Key
 from mmbroker.proto.messages import (
     Abort,
     Body,
     Drop,
     Grant,
+    Item,
     Leased,
     Lookup,
     Offer,
@@ -96,9 +97,9 @@ class Belongings:
 
     # --- holds and leases -------------------------------------------------------------------------------------------
 
-    def hold(self, ref: Reference, connection: Connection) -> Held:
+    def hold(self, key: Key, ref: Reference, connection: Connection) -> Held:
         """A hold that the broker has just given."""
-        held = Held(self, ref, connection.session)
+        held = Held(self, key, ref, connection.session)
         self._holds[held.session, ref.hold] = held
         return held
 
@@ -113,12 +114,12 @@ class Belongings:
         self,
         connection: Connection,
         leased: Leased,
-        form: Form,
+        item: Item,
         to: str | None = None,
         private: bool = False,
     ) -> Lease:
-        """A lease that the broker has just given."""
-        lease = Lease(self, connection, leased, form, to, private)
+        """A lease that the broker has just given for an item."""
+        lease = Lease(self, connection, leased, item, to, private)
         self._leases[connection.session, lease.number] = weakref.ref(lease)
         return lease
 
@@ -138,7 +139,7 @@ class Belongings:
                 # After a failure they may be sealed or not: the word that does not fit is ignored.
                 unwritten = [] if sealed else [Abort([slot.lease])]
                 self.lease_over(slot, [*unwritten, *([Unpin([slot.lease])] if kept else [])])
-        return [self.hold(ref, connection) for ref in sealed.refs]
+        return [self.hold(lease.key, ref, connection) for lease, ref in zip(leases, sealed.refs, strict=True)]
 
     def lease_over(self, slot: Slot, words: list[Body]) -> None:
         """Tell the broker that a slot is ours no more, once the last tensor over it is gone. Never waits."""

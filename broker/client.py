@@ -155,10 +155,10 @@ class Client:
                 pending: list[int] = []
                 for i, result in zip(todo, created.results, strict=True):
                     if isinstance(result, HitResult):
-                        held[i] = self._own.hold(result.ref, connection)
+                        held[i] = self._own.hold(items[i].key, result.ref, connection)
                     elif isinstance(result, Leased):
                         mine.append(i)
-                        leases.append(self._own.lease(connection, result, items[i].form))
+                        leases.append(self._own.lease(connection, result, items[i]))
                     else:
                         pending.append(i)
                 for i, lease in zip(mine, leases, strict=True):
@@ -223,16 +223,17 @@ class Client:
             self._check_device([])
         deadline = self._deadline(timeout, "get_or_create")
         form = tensor_form(dtype_name(dtype), tuple(operator.index(n) for n in shape), modality)
+        item = Item(as_key(key), form)
         while True:
-            call = Create([Item(as_key(key), form)], to, private, tier)
+            call = Create([item], to, private, tier)
             created, connection = self._own.ask(call, Created, deadline.left("wait for the key's writer"))
             (result,) = created.results
             if isinstance(result, HitResult):
                 self._own.count(hits=1)
-                return Hit(self._own.hold(result.ref, connection))
+                return Hit(self._own.hold(item.key, result.ref, connection))
             if isinstance(result, Leased):
                 self._own.count(leases=1)
-                return self._own.lease(connection, result, form, to, private)
+                return self._own.lease(connection, result, item, to, private)
 
     # --- finding features -------------------------------------------------------------------------------------------
 
@@ -261,7 +262,10 @@ class Client:
             return []
         call = Lookup([as_key(key) for key in keys], to, private)
         found, connection = self._own.ask(call, Found, timeout)
-        held = [ref if ref is None else self._own.hold(ref, connection) for ref in found.refs]
+        held = [
+            None if ref is None else self._own.hold(key, ref, connection)
+            for key, ref in zip(call.keys, found.refs, strict=True)
+        ]
         self._own.count(lookups=len(held), hits=sum(one is not None for one in held))
         return held
 

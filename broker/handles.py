@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mmbroker.proto.errors import LeaseBroken, LeaseClosed
-from mmbroker.proto.form import Form
-from mmbroker.proto.messages import Abort, Leased
+from mmbroker.proto.keys import Digest, Key, Kind
+from mmbroker.proto.messages import Abort, Item, Leased
 from mmbroker.proto.reference import Reference
 
 from .connection import Connection
@@ -31,17 +31,21 @@ class Held:
     the end of a ``with`` block, or `Client.close`; and for a grace time after its process has died.
     """
 
-    __slots__ = ("_owner", "ref", "session")
+    __slots__ = ("_owner", "key", "ref", "session")
 
-    def __init__(self, owner: Belongings, ref: Reference, session: int) -> None:
+    def __init__(self, owner: Belongings, key: Key, ref: Reference, session: int) -> None:
         self._owner = owner
+        self.key = key  #: what `lookup` finds the feature by
         self.ref = ref
         self.session = session
 
     @property
     def digest(self) -> bytes:
-        """The 32 bytes of the feature's key."""
-        return self.ref.digest
+        """The 32 bytes of the feature's key; a `Digest` if they are its content's, so that `lookup` takes them for it.
+
+        To look up a derived key, give the whole `key`: its bytes alone would be taken for a caller's own.
+        """
+        return Digest(self.key.value) if self.key.kind is Kind.CONTENT else self.key.value
 
     def drop(self) -> None:
         """End the hold. Idempotent, never waits, from any thread and any finaliser; nothing for a lost session's."""
@@ -102,12 +106,13 @@ class Lease:
         owner: Belongings,
         connection: Connection,
         leased: Leased,
-        form: Form,
+        item: Item,
         to: str | None = None,
         private: bool = False,
     ) -> None:
         self.number = leased.lease
-        self.form = form
+        self.key = item.key
+        self.form = item.form
         self.held: Held | None = None
         self.broken = False
         self.closed = False

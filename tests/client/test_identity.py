@@ -235,3 +235,39 @@ print(peak() - before)
 """
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
     assert int(out) < 8 << 10
+
+
+KEYS = [None, "a name", b"n" * 32, mmbroker.Key.derived(b"d" * 32), mmbroker.Key.content(b"c" * 32)]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=["its content", "text", "32 bytes", "derived", "a content key"])
+def test_what_a_hold_says_finds_its_feature(rig: Rig, key: Any) -> None:
+    """However it was found or made: its key always, its digest wherever a digest alone says which key is meant."""
+    tensor = values(torch.float32, (3, 5), seed=77)
+    with rig.client.put(tensor, key=key) as put:
+        out = rig.client.get_or_create(put.key, (3, 5), torch.float32)
+        found = rig.client.lookup(put.key)
+        assert out.held is not None and found is not None
+        assert put.key == out.held.key == found.key
+        assert put.ref.feature == out.held.ref.feature == found.ref.feature
+        for held in (put, out.held, found):
+            again = rig.client.lookup(held.digest)
+            if held.key.kind.name == "DERIVED":
+                assert again is None and not isinstance(held.digest, mmbroker.Digest)
+            else:
+                assert again is not None and again.ref.feature == put.ref.feature
+                assert isinstance(held.digest, mmbroker.Digest) == (held.key.kind.name == "CONTENT")
+                again.drop()
+        out.held.drop()
+        found.drop()
+
+
+def test_what_a_sealed_lease_holds_is_found_by_what_it_says(rig: Rig) -> None:
+    tensor = values(torch.float32, (3, 5), seed=78)
+    with rig.client.get_or_create(mmbroker.digest(tensor), (3, 5), torch.float32).lease as lease:
+        lease.tensor.copy_(tensor)
+        held = lease.seal()
+    again = rig.client.lookup(held.digest)
+    assert again is not None and again.ref.feature == held.ref.feature
+    held.drop()
+    again.drop()
