@@ -8,7 +8,6 @@ of a key (single flight).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from itertools import count
 
 from mmbroker.proto.errors import InvalidMessage
@@ -21,6 +20,7 @@ from .books import Books
 from .holds import Holds
 from .leases import Leases, conflict
 from .pool import Slot
+from .quotas import Demand, Quotas
 from .records import Engine, Feature, Hold, Place, Request, Session, Wait
 from .room import Room
 
@@ -31,7 +31,8 @@ class Admission:
         self.books = books
         self.rooms = rooms
         self.holds = holds
-        self.leases = Leases(books, holds, self._landed)
+        self.quotas = Quotas(books)
+        self.leases = Leases(books, self.quotas, holds, self._landed)
         self.queue: OrderedDict[int, Request] = OrderedDict()  # waits for room or budget, in order of arrival
         self.flying: dict[Place, OrderedDict[int, Request]] = {}  # waits for a key's writer
         self.draining = False
@@ -55,32 +56,19 @@ class Admission:
         )  # fmt: skip
         session.requests[seq] = request
         request.timer = self.books.timers.at(deadline, lambda at: self._expire(request, at))
-        ahead = [r for r in self.queue.values() if r.reason is Wait.ROOM or r.engine is engine]
+        ahead = [r for r in self.queue.values() if _is_ahead(r, request)]
         if not self._serve(request, now, may_allocate=not ahead):
-            if request.reason is Wait.ROOM and ahead and all(r.reason is Wait.BUDGET for r in ahead):
-                request.reason = Wait.BUDGET  # behind its own engine only: nobody else waits for it
+            reasons = {r.reason for r in ahead}
+            if request.reason is Wait.ROOM and ahead and Wait.ROOM not in reasons:
+                # Behind its own engine or client only: nobody else waits for it.
+                request.reason = Wait.BUDGET if Wait.BUDGET in reasons else Wait.CLIENT
             self._wait(request, now)
 
     def _refusal(self, session: Session, items: list[Item], tier: str, lookup: bool) -> Failed | None:
         """Why a call can never be served, if so: the limit, the figures, the next step."""
-        books, limits = self.books, self.books.limits
-        if len(items) > limits.items_per_call:
-            text = (
-                f"{len(items)} items in one call exceed the limit of {limits.items_per_call}: split the batch"
-            )
-            return Failed(
-                "QuotaExceeded", text, {"requested": len(items), "used": 0, "limit": limits.items_per_call}
-            )
-        waiting = sum(len(request.items) for request in session.requests.values())
-        used = len(session.leases) + len(session.holds) + waiting
-        if used + len(items) > limits.features_per_session:
-            books.counters["quota_refusals"] += 1
-            return Failed(
-                "QuotaExceeded",
-                f"this client has {used} leases and holds, or waits for them; {len(items)} more exceed its limit of "
-                f"{limits.features_per_session}: drop some, or raise --features-per-session",
-                {"requested": len(items), "used": used, "limit": limits.features_per_session},
-            )
+        refused = self.quotas.batch(session, items)
+        if refused is not None:
+            return refused
         if lookup:
             return None
         if self.draining:
@@ -90,14 +78,8 @@ class Admission:
                 check_form(item.form)
         except InvalidMessage as error:
             return Failed("InvalidMessage", str(error), error.figures)
-        parts = sum(len(item.form.parts or ()) for item in items)
-        if parts > limits.parts_per_call:
-            text = f"{parts} parts in one call exceed the limit of {limits.parts_per_call}: split the batch"
-            return Failed(
-                "QuotaExceeded", text, {"requested": parts, "used": 0, "limit": limits.parts_per_call}
-            )
         requested = sum({item.key: round_up(item.form.nbytes) for item in items}.values())
-        if requested > books.pools[tier].limit:
+        if requested > self.books.pools[tier].limit:
             what = "the feature is" if len(items) == 1 else f"the batch of {len(items)} is"
             return self._too_large(tier, requested, what)
         return None
@@ -137,8 +119,13 @@ class Admission:
         ):
             self._finish(request, unreachable)
             return True
-        if not self._within_budget(request, hits.values(), fresh.values()):
-            request.reason = Wait.BUDGET
+        demand = Demand([feature for feature in found if feature is not None], list(fresh.values()))
+        request.wants = (demand.count, demand.nbytes)
+        if refused := self.quotas.refusal(request, demand):
+            self._finish(request, refused)
+            return True
+        if budget := self.quotas.budget(request, demand):
+            request.reason = budget
             return False
         request.reason = Wait.ROOM
         if fresh and not may_allocate:
@@ -149,21 +136,6 @@ class Admission:
             return self._hopeless(request)
         self._commit(request, found, dict(zip(fresh, slots, strict=True)), now)
         return True
-
-    def _within_budget(self, request: Request, hits: Iterable[Feature], fresh: Iterable[Item]) -> bool:
-        """May the engine take this much more? One that has nothing in flight may take anything that fits the arena."""
-        engine = request.engine
-        if engine is None:
-            return True
-        extra = dict.fromkeys(self.books.pools, 0)
-        extra[request.tier] += sum(round_up(item.form.nbytes) for item in fresh)
-        for feature in hits:
-            if feature.number not in engine.uses:
-                extra[feature.slot.tier] += feature.slot.nbytes
-        return all(
-            not more or not engine.in_flight[tier] or engine.in_flight[tier] + more <= self.books.budget(tier)
-            for tier, more in extra.items()
-        )
 
     def _commit(
         self, request: Request, found: list[Feature | None], slots: dict[Place, Slot], now: float
@@ -216,7 +188,7 @@ class Admission:
         arena = sum(s.allocator.nbytes for s in room.pool.arena(request.namespace) if s.ready)
         if not room.blocked or request.nbytes <= arena:
             return False
-        self._finish(request, self._full(request))
+        self._give_up(request)
         return True
 
     # --- waiting ----------------------------------------------------------------------------------------------------
@@ -287,16 +259,16 @@ class Admission:
         self.books.stirred = True
 
     def pump(self, now: float) -> None:
-        """Serve what can be served, in order: an engine over its budget is passed over, lack of room is not."""
+        """Serve what can be served, in order: who is over a budget is passed over, lack of room is not."""
         while self.books.stirred:
             self.books.stirred = False
-            over: set[Engine | None] = set()
+            over: set[Engine | int | None] = set()  # engines, and clients by session
             may_allocate = True
             for request in list(self.queue.values()):
                 if request.number not in self.queue:
                     continue
-                if request.engine in over:
-                    request.reason = Wait.BUDGET
+                if request.session in over or request.engine in over:
+                    request.reason = Wait.CLIENT if request.session in over else Wait.BUDGET
                     continue
                 if not may_allocate and request.reason is Wait.ROOM:
                     continue
@@ -304,6 +276,8 @@ class Admission:
                     continue
                 if request.reason is Wait.BUDGET:
                     over.add(request.engine)
+                elif request.reason is Wait.CLIENT:
+                    over.add(request.session)
                 elif request.reason is Wait.ROOM:
                     may_allocate = False
                 else:
@@ -355,21 +329,22 @@ class Admission:
                 "allow more time, or make the feature yourself under another key",
                 {"waited_ms": int(waited * 1000)},
             )
+            self._finish(request, answer)
         else:
-            answer = self._full(request)
-        self._finish(request, answer)
+            self._give_up(request)
 
-    def lack(self, request: Request) -> str:
-        """What a request waits for, if not for a writer: room, memory or its engine's budget; and what would help."""
+    def _give_up(self, request: Request) -> None:
+        """Answer with what a request lacks."""
+        lack = self.lack(request)
+        self.books.counters["pool_full" if lack.error == "PoolFull" else "quota_refusals"] += 1
+        self._finish(request, lack)
+
+    def lack(self, request: Request) -> Failed:
+        """What a request waits for, if not for a writer: room, memory or a budget; and what would help."""
         tier = request.tier
         room, pool = self.rooms[tier], self.books.pools[tier]
-        if request.reason is Wait.BUDGET and request.engine is not None:
-            engine = request.engine
-            return (
-                f"engine {engine.name!r} has {engine.in_flight[tier]} bytes in flight of its budget of "
-                f"{self.books.budget(tier)}, and {request.nbytes} more do not fit; end some of its requests, or raise "
-                f"--{tier}-mib"
-            )
+        if request.reason is Wait.CLIENT or (request.reason is Wait.BUDGET and request.engine is not None):
+            return self.quotas.lack(request)
         if room.blocked:
             why, then = f"the arena cannot grow: {room.blocked}", "free memory, or raise that limit"
         elif pool.growing(request.namespace):
@@ -378,21 +353,8 @@ class Admission:
             why, then = "the arena is full of held features", f"drop holds, or raise --{tier}-mib"
         limit = pool.capacity if room.blocked else pool.limit
         free = max(0, limit - pool.held)
-        return f"{why}: {request.nbytes} bytes requested, {free} free of a limit of {limit}; {then}"
-
-    def _full(self, request: Request) -> Failed:
-        """`PoolFull` for what was waited for: the engine's budget, the machine's memory, or the arena."""
-        self.books.counters["pool_full"] += 1
-        tier = request.tier
-        pool = self.books.pools[tier]
-        if request.reason is Wait.BUDGET and request.engine is not None:
-            limit = self.books.budget(tier)
-            free = max(0, limit - request.engine.in_flight[tier])
-        else:
-            limit = pool.capacity if self.rooms[tier].blocked else pool.limit
-            free = max(0, limit - pool.held)
-        figures = {"requested": request.nbytes, "free": free, "limit": limit}
-        return Failed("PoolFull", self.lack(request), figures)
+        text = f"{why}: {request.nbytes} bytes requested, {free} free of a limit of {limit}; {then}"
+        return Failed("PoolFull", text, {"requested": request.nbytes, "free": free, "limit": limit})
 
     def _too_large(self, tier: str, requested: int, what: str) -> Failed:
         """`PoolFull` for what can never fit."""
@@ -405,3 +367,10 @@ class Admission:
             f"send it in smaller batches, or raise --{tier}-mib",
             {"requested": requested, "free": free, "limit": pool.limit},
         )
+
+
+def _is_ahead(first: Request, later: Request) -> bool:
+    """Must a request that waits be served before one that comes?"""
+    if first.reason is Wait.CLIENT:
+        return first.session == later.session
+    return first.reason is Wait.ROOM or first.engine is later.engine

@@ -106,6 +106,7 @@ class Books:
         #: By tier and namespace, least recently used first, by generation.
         self.idle: dict[tuple[str, str], OrderedDict[int, Feature | Replica]] = {}
         self.idle_count = 0  # of features
+        self.claims: Counter[str] = Counter()  # open leases and holds, by namespace
         self._rests = count(1)
         self.flights: dict[Place, list[Lease]] = {}  # keys that are being written
         self.stirred = False  # room or budget may have become free: look at what waits
@@ -308,11 +309,31 @@ class Books:
             self.segment_of(slot).sessions.add(session.number)
             self.out.segment(session, slot.segment, writable)
 
+    # --- claims -----------------------------------------------------------------------------------------------------
+
+    def claim(self, session: Session, namespace: str, slot: Slot) -> None:
+        """One lease or hold more of a client."""
+        self.claims[namespace] += 1
+        session.nbytes += slot.nbytes
+
+    def disclaim(self, session: Session, slot: Slot) -> None:
+        """A lease or hold is the client's no more. A hold may go on without it: see `close`."""
+        session.nbytes -= slot.nbytes
+        if session.requests:
+            self.stirred = True
+
+    def close(self, namespace: str) -> None:
+        """A lease or hold is over for everybody."""
+        self.claims[namespace] -= 1
+        if not self.claims[namespace]:
+            del self.claims[namespace]
+
     # --- engines ----------------------------------------------------------------------------------------------------
 
     def budget(self, tier: str = "host") -> int:
-        """Bytes that one engine may have in flight: an equal share of the arena for each that is attached."""
-        return self.pools[tier].limit // max(1, sum(engine.complete for engine in self.engines.values()))
+        """Bytes that one engine may have in flight: an equal share of the arena for each that is attached, or less."""
+        share = self.pools[tier].limit // max(1, sum(engine.complete for engine in self.engines.values()))
+        return min(share, self.limits.engine_bytes or share)
 
     def no_such_engine(self, namespace: str, name: str) -> Failed:
         """Why nothing can be granted to an engine: it is not there, or not complete."""

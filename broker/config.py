@@ -11,7 +11,7 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -29,9 +29,11 @@ MIB: Final = 1 << 20
 MOST_HOST_MIB: Final = 16 << 10
 #: Settings that this version does not have; asking for one is an error, not a wish.
 _ABSENT: Final = ("http",)
-#: Limits that are set in MiB instead, or found out.
-_IN_MIB: Final = ("host_bytes", "segment_bytes", "device", "device_bytes", "device_reserve_bytes")
-_LIMITS: Final = tuple(field.name for field in fields(Limits) if field.name not in _IN_MIB)
+#: Limits that are set in MiB instead: ``host_bytes`` by ``host_mib``.
+_IN_BYTES: Final = tuple(field.name for field in fields(Limits) if field.name.endswith("_bytes"))
+_LIMITS: Final = tuple(
+    field.name for field in fields(Limits) if field.name not in _IN_BYTES and field.name != "device"
+)
 
 
 class ConfigError(BrokerError):
@@ -48,6 +50,10 @@ class _Own(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     device_mib: Annotated[int, Meta(ge=1)] = Limits().device_bytes // MIB
     device_reserve_mib: Annotated[int, Meta(ge=0)] = 0
     device_headroom_mib: Annotated[int, Meta(ge=0)] = 2048
+    session_mib: Annotated[int, Meta(ge=0)] = 0
+    client_budget_mib: Annotated[int, Meta(ge=0)] = 0
+    engine_mib: Annotated[int, Meta(ge=0)] = 0
+    namespace_mib: Annotated[int, Meta(ge=0)] = 0
     allow_uid: frozenset[Annotated[int, Meta(ge=0, lt=(1 << 32) - 1)]] = frozenset()
 
 
@@ -81,17 +87,11 @@ class Settings(_Own, frozen=True, kw_only=True):
                 f"device_reserve_mib ({own.device_reserve_mib}) is more than device_mib ({own.device_mib}): "
                 "the reserve is part of the device arena"
             )
-        sizes = {
-            "host_bytes": own.host_mib * MIB,
-            "segment_bytes": own.segment_mib * MIB,
-            "device": device,
-            "device_bytes": own.device_mib * MIB,
-            "device_reserve_bytes": own.device_reserve_mib * MIB,
-        }
+        sizes = {name: getattr(own, name.removesuffix("_bytes") + "_mib") * MIB for name in _IN_BYTES}
         return Settings(
             **msgspec.structs.asdict(own),
             path=instance.root(environ) / own.name,
-            limits=Limits(**{**asdict(limits), **sizes}),
+            limits=replace(limits, device=device, **sizes),
         )
 
 
@@ -115,7 +115,7 @@ def _with(own: _Own, limits: Limits, source: str, name: str, value: object) -> t
 
 
 def _check(name: str, value: float) -> None:
-    least = 1 if isinstance(value, int) else 0
+    least = 1 if getattr(Limits(), name) and isinstance(value, int) else 0
     if not least <= value < math.inf:
         raise msgspec.ValidationError(f"Expected a number >= {least}")
     if name == "watermark" and value >= 1:

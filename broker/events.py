@@ -146,7 +146,16 @@ class Limits:
     segment_bytes: int = 64 << 20
     watermark: float = 0.10  # share of the arena kept free of idle features
     sessions: int = 64
-    features_per_session: int = 4096  # leases and holds of one session
+    features_per_session: int = 4096  # leases and holds of one session, and what it waits for
+    session_bytes: int = 0  # of one session's leases and holds; here and below, 0 is no limit of its own
+    client_budget_features: int = 0  # leases and holds of one session; it waits where it would have more
+    client_budget_bytes: int = 0  # likewise
+    features_per_engine: int = (
+        65536  # in flight to one engine; who sends to it waits where it would have more
+    )
+    engine_bytes: int = 0  # likewise, if that is less than its share of the arena
+    features_per_namespace: int = 1 << 18  # leases and holds of one namespace
+    namespace_bytes: int = 0  # of slots that one namespace uses, the cached ones apart
     pending_per_session: int = 256  # calls of one session waiting for an answer
     items_per_call: int = 1024
     single_flight: float = 0.25  # how long a content key's second writer waits for the first

@@ -100,6 +100,8 @@ def _requests(broker: Broker, now: float) -> Iterator[tuple[float, str]]:
                 what: tuple[Any, ...] = (request.reason, *_writers(broker, request))
             case Wait.ROOM:
                 what = (request.reason, request.tier, request.namespace)
+            case Wait.CLIENT:
+                what = (request.reason, request.session)
             case _:
                 what = (request.reason, request.tier, request.engine)
         groups.setdefault(what, []).append(request)
@@ -115,7 +117,7 @@ def _requests(broker: Broker, now: float) -> Iterator[tuple[float, str]]:
 def _cause(broker: Broker, request: Request) -> str:
     if request.reason is Wait.FLIGHT:
         return f"{_join(_writers(broker, request))} must seal the same key first, or end"
-    return broker.admission.lack(request)
+    return broker.admission.lack(request).message
 
 
 def _writers(broker: Broker, request: Request) -> list[str]:

@@ -40,6 +40,7 @@ class Holds:
         self.open[hold.number] = hold
         feature.holds.add(hold.number)
         owner.holds[hold.number] = hold
+        books.claim(owner, feature.place[0], feature.slot)
         books.charge(engine, feature)
         books.counters["holds"] += 1
         for number in engine.ranks.values() if engine is not None else ():
@@ -110,8 +111,9 @@ class Holds:
         self.books.counters["dismissals"] += 1
         if hold.expiry is not None:
             hold.expiry.cancel()
-        if hold.owner is not None:
-            self.books.sessions[hold.owner].holds.pop(hold.number, None)
+        owner = self.books.sessions[hold.owner] if hold.owner is not None else None
+        if owner is not None and owner.holds.pop(hold.number, None) is not None:
+            self.books.disclaim(owner, hold.feature.slot)
         for number, rank in list(hold.ranks.items()):
             if rank is Rank.DEFERRED:  # it never heard of the hold
                 session = self.books.sessions[number]
@@ -184,6 +186,7 @@ class Holds:
                 self.end(hold, now)
             else:
                 hold.owner = None
+                self.books.disclaim(session, hold.feature.slot)
                 hold.expiry = self.books.timers.at(now + grace, lambda at, hold=hold: self.end(hold, at))  # type: ignore[misc]
                 self.books.counters["holds_orphaned"] += 1
         session.holds.clear()
@@ -195,6 +198,7 @@ class Holds:
             feature = hold.feature
             feature.holds.discard(hold.number)
             self.books.finished = now
+            self.books.close(feature.place[0])
             self.books.credit(hold.engine, feature)
             self.books.rest(feature, now)
 

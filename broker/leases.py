@@ -11,13 +11,17 @@ from mmbroker.proto.messages import Failed, Item, Leased, Seal, Sealed
 from .books import Books
 from .holds import Holds
 from .pool import Slot
+from .quotas import Quotas
 from .records import Engine, Feature, Hold, Lease, Place, Session
 
 
 class Leases:
-    def __init__(self, books: Books, holds: Holds, landed: Callable[[Place, float], None]) -> None:
+    def __init__(
+        self, books: Books, quotas: Quotas, holds: Holds, landed: Callable[[Place, float], None]
+    ) -> None:
         """`landed(place, now)` is called when nobody writes that key any more, or it is sealed."""
         self.books = books
+        self.quotas = quotas
         self.holds = holds
         self._landed = landed
         self._numbers = count(1)
@@ -32,7 +36,9 @@ class Leases:
         self.open[lease.number] = lease
         session.leases[lease.number] = lease
         books.flights.setdefault(place, []).append(lease)
+        books.claim(session, place[0], slot)
         if engine is not None:
+            engine.leases += 1
             engine.in_flight[slot.tier] += slot.nbytes
         books.send(session, slot, writable=True)
         books.counters["leases"] += 1
@@ -68,6 +74,11 @@ class Leases:
             if engine is not None and (refusal := self.holds.unreachable([sealing_into], engine)):
                 books.respond(session, seq, refusal)
                 return
+        if engine is not None and (
+            refusal := self.quotas.side_door(engine, [session.leases[n] for n in numbers])
+        ):
+            books.respond(session, seq, refusal)
+            return
         sealed: list[Hold] = []
         for sealing in call.leases:
             lease = session.leases[sealing.lease]
@@ -136,7 +147,10 @@ class Leases:
     def _close(self, session: Session, lease: Lease, now: float) -> None:
         del self.open[lease.number]
         del session.leases[lease.number]
+        self.books.disclaim(session, lease.slot)
+        self.books.close(lease.place[0])
         if lease.engine is not None:
+            lease.engine.leases -= 1
             lease.engine.in_flight[lease.slot.tier] -= lease.slot.nbytes
             self.books.stirred = True
         writing = self.books.flights[lease.place]

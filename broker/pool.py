@@ -26,7 +26,7 @@ class Segment:
     allocator: Allocator
     ready: bool = False
     retired: bool = False  # nothing new is put here, because a writer that cannot be traced may still write
-    pinned: int = 0  # slots that must stay: everything but idle features
+    held: int = 0  # bytes of slots that must stay: everything but idle features
     reserved: bool = False  # taken at the start, and never given back
     abandoned: int = 0  # slots that will never be given back
     empty_since: float | None = None
@@ -63,6 +63,10 @@ class Pool:
         """Bytes that cannot be had by evicting."""
         return self.used - self.idle
 
+    def held_by(self, namespace: str) -> int:
+        """As `held`, of one namespace."""
+        return sum(segment.held for segment in self.segments.values() if segment.namespace == namespace)
+
     def arena(self, namespace: str) -> Iterator[Segment]:
         """The namespace's segments that take new slots."""
         return (s for s in self.segments.values() if s.namespace == namespace and not s.retired)
@@ -76,7 +80,7 @@ class Pool:
             if segment.ready and (offset := segment.allocator.alloc(nbytes)) is not None:
                 size = round_up(nbytes)
                 self.used += size
-                segment.pinned += 1
+                segment.held += size
                 segment.empty_since = None
                 return Slot(segment.number, offset, size, generation, self.tier)
         return None
@@ -87,7 +91,7 @@ class Pool:
             segment = self.segments[slot.segment]
             segment.allocator.free(slot.offset)
             self.used -= slot.nbytes
-            segment.pinned -= 1
+            segment.held -= slot.nbytes
             if segment.allocator.empty:
                 segment.empty_since = now
 
@@ -101,7 +105,7 @@ class Pool:
     def set_idle(self, slot: Slot, idle: bool) -> None:
         """An idle slot's feature may be evicted at any time."""
         if slot.segment:
-            self.segments[slot.segment].pinned += -1 if idle else 1
+            self.segments[slot.segment].held += -slot.nbytes if idle else slot.nbytes
             self.idle += slot.nbytes if idle else -slot.nbytes
 
     def growing(self, namespace: str, nbytes: int = 0) -> bool:

@@ -119,6 +119,12 @@ class Engine:
     #: Bytes by tier of the features that it holds, each counted once, and of leases meant for it.
     in_flight: Counter[str] = field(default_factory=Counter)
     uses: dict[int, int] = field(default_factory=dict)  # feature number -> holds
+    leases: int = 0  # meant for it
+
+    @property
+    def features(self) -> int:
+        """That it has in flight, each counted once, and leases meant for it."""
+        return len(self.uses) + self.leases
 
     @property
     def complete(self) -> bool:
@@ -145,7 +151,8 @@ class Wait(enum.Enum):
     """What a create or lookup waits for."""
 
     ROOM = "room"
-    BUDGET = "budget"
+    BUDGET = "budget"  # of its engine
+    CLIENT = "client"  # its client's own budget
     FLIGHT = "flight"
 
 
@@ -167,6 +174,7 @@ class Request:
     patient: bool = True  # False: it has waited for content keys' writers long enough
     circular: bool = False  # a writer that it waits for waits for this client in turn
     reason: Wait = Wait.ROOM
+    wants: tuple[int, int] = (0, 0)  # leases and holds that it would take now, and their bytes
     flights: list[Place] = field(default_factory=list)
     timer: Timer | None = None
     patience: Timer | None = None
@@ -187,6 +195,7 @@ class Session:
     released: bool = False  # its process said that it holds nothing of it any more
     leases: dict[int, Lease] = field(default_factory=dict)
     holds: dict[int, Hold] = field(default_factory=dict)  # that it owns
+    nbytes: int = 0  # of its leases' and holds' slots
     grants: dict[int, Hold] = field(default_factory=dict)  # that it has as a rank
     unacked: dict[int, float] = field(default_factory=dict)  # hold -> when it was granted
     pins: dict[int, Feature | Slot] = field(default_factory=dict)  # sealed leases it still has tensors over
@@ -206,3 +215,8 @@ class Session:
     answers: OrderedDict[int, Reply] = field(default_factory=OrderedDict)
     forgotten: int = 0  # highest seq whose answer is no longer kept
     tally: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def features(self) -> int:
+        """Leases and holds."""
+        return len(self.leases) + len(self.holds)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
-    """Bytes are whole pages; ages are in seconds."""
+    """Bytes are whole pages; ages are in seconds. `budget` is each client's, of leases and holds; 0 is none."""
     books = broker.books
     living = [s for s in books.sessions.values() if not s.ended]
     ghosts = [s for s in books.sessions.values() if s.ended]
@@ -30,6 +30,11 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
         "holds_dismissed": sum(hold.over for hold in broker.holds.open.values()),
         "quarantined": sum(slot.nbytes for s in ghosts for slot in s.quarantine),
         "writer_pins": sum(len(s.pins) for s in books.sessions.values()),
+        "budget": {
+            "features": broker.limits.client_budget_features,
+            "bytes": broker.limits.client_budget_bytes,
+        },
+        "namespaces": _namespaces(broker),
         "sessions": [_session(s, now) for s in living],
         "ghosts": [_session(s, now) for s in ghosts],
         "engines": [_engine(broker, engine, now) for engine in books.engines.values()],
@@ -85,6 +90,23 @@ def _arenas(broker: Broker) -> list[dict[str, Any]]:
     return list(arenas.values())
 
 
+def _namespaces(broker: Broker) -> list[dict[str, Any]]:
+    """What is in use in each, of how much; 0 bytes is no limit of its own."""
+    books, limits = broker.books, broker.limits
+    names = {s.namespace for s in books.sessions.values()} | books.claims.keys()
+    names |= {s.namespace for pool in books.pools.values() for s in pool.segments.values() if s.namespace}
+    return [
+        {
+            "namespace": name,
+            "features": books.claims[name],
+            "features_limit": limits.features_per_namespace,
+            "bytes": sum(pool.held_by(name) for pool in books.pools.values()),
+            "bytes_limit": limits.namespace_bytes,
+        }
+        for name in sorted(names)
+    ]
+
+
 def _session(session: Session, now: float) -> dict[str, Any]:
     return {
         "name": session.name,
@@ -95,6 +117,7 @@ def _session(session: Session, now: float) -> dict[str, Any]:
         "age": round(now - session.since, 3),
         "leases": len(session.leases),
         "holds": len(session.holds),
+        "bytes": session.nbytes,
         "grants": len(session.grants),
         "unacked": len(session.unacked),
         "waiting": len(session.requests) + len(session.tickets),
@@ -133,7 +156,8 @@ def _engine(broker: Broker, engine: Engine, now: float) -> dict[str, Any]:
         "complete": engine.complete,
         "in_flight": engine.in_flight["host"],
         "in_flight_device": engine.in_flight["device"],
-        "features": len(engine.uses),
+        "features": engine.features,
+        "features_limit": broker.limits.features_per_engine,
         "budget": broker.books.budget(),
         "ranks": ranks,
     }

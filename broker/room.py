@@ -69,7 +69,7 @@ class Room:
     def _clear(self, namespace: str, nbytes: int, now: float) -> None:
         """Have a segment for so much made in place of others that hold nothing but idle features, if that is enough."""
         pool, need = self.pool, self._whole(nbytes)
-        loose = [s for s in pool.segments.values() if s.ready and not (s.pinned or s.retired or s.reserved)]
+        loose = [s for s in pool.segments.values() if s.ready and not (s.held or s.retired or s.reserved)]
         if self.blocked or pool.limit - pool.capacity + sum(s.allocator.nbytes for s in loose) < need:
             return
         for segment in loose:

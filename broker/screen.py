@@ -168,6 +168,8 @@ def _sessions(report: Mapping[str, Any]) -> Table | None:
             notes.append("a rank")
         if session["waiting"]:
             notes.append(f"{session['waiting']} calls wait")
+        if share := _share(report["budget"], session):
+            notes.append(f"{share:.0%} of its budget")
         if session["quarantined"]:
             notes.append(f"{size(session['quarantined'])} quarantined")
         if not session["traceable"]:
@@ -181,6 +183,12 @@ def _sessions(report: Mapping[str, Any]) -> Table | None:
             ", ".join(notes),
         )
     return made if rows else None
+
+
+def _share(budget: Mapping[str, int], session: Mapping[str, Any]) -> float:
+    """How much of its budget a client has, by count or by bytes, whichever is more."""
+    has = {"features": session["leases"] + session["holds"], "bytes": session["bytes"]}
+    return max((has[what] / most for what, most in budget.items() if most), default=0.0)
 
 
 def _engines(report: Mapping[str, Any]) -> Iterator[Table]:

@@ -165,15 +165,8 @@ class Broker:
                 session, seq, m.Failed("InvalidMessage", "a timeout is a finite number of seconds")
             )
             return
-        pending = len(session.requests) + len(session.tickets)
-        if pending >= self.limits.pending_per_session:
-            self.books.counters["quota_refusals"] += 1
-            text = (
-                f"{pending} calls of this client are waiting, the limit is {self.limits.pending_per_session}: "
-                "wait for some to end, or raise --pending-per-session"
-            )
-            figures = {"requested": 1, "used": pending, "limit": self.limits.pending_per_session}
-            self.books.respond(session, seq, m.Failed("QuotaExceeded", text, figures))
+        if refused := self.admission.quotas.one_more_call(session):
+            self.books.respond(session, seq, refused)
             return
         deadline = now + min(max(event.timeout, 0.0), self.limits.max_timeout)
         self._calls[type(body)](session, seq, body, now, deadline)

@@ -16,13 +16,14 @@ def audit(broker: Broker) -> None:
     holders(broker)
     engines(broker)
     waiting(broker)
+    limits(broker)
 
 
 def slots(broker: Broker) -> None:
     """Every byte of every segment is free or has exactly one owner, and the pools' sums are the sums."""
     books = broker.books
     owned: dict[int, dict[int, int]] = {n: {} for pool in books.pools.values() for n in pool.segments}
-    pinned: Counter[int] = Counter()
+    held: Counter[int] = Counter()
     idle_bytes = dict.fromkeys(books.pools, 0)
 
     def own(slot, idle: bool = False) -> None:  # type: ignore[no-untyped-def]
@@ -30,7 +31,7 @@ def slots(broker: Broker) -> None:
             assert slot.segment in books.pools[slot.tier].segments
             assert slot.offset not in owned[slot.segment], f"slot {slot} has two owners"
             owned[slot.segment][slot.offset] = slot.nbytes
-            pinned[slot.segment] += not idle
+            held[slot.segment] += slot.nbytes * (not idle)
             idle_bytes[slot.tier] += slot.nbytes * idle
 
     for lease in broker.leases.open.values():
@@ -66,7 +67,7 @@ def slots(broker: Broker) -> None:
             f"{len(lost)} slots without owner, {segment.abandoned} abandoned"
         )
         assert owned[segment.number].items() <= allocator._slots.items(), "an owned slot is not allocated"
-        assert segment.pinned == pinned[segment.number] + segment.abandoned
+        assert segment.held == held[segment.number] + sum(lost.values())
         assert not segment.abandoned or segment.retired
         assert (segment.empty_since is not None) == (segment.ready and allocator.empty) or not segment.ready
     for tier, pool in books.pools.items():
@@ -108,10 +109,14 @@ def holders(broker: Broker) -> None:
         assert len(session.answers) <= books.limits.answers_kept
         for number, what in session.pins.items():
             assert not isinstance(what, Feature) or number in what.pins
-        assert len(session.leases) + len(session.holds) <= books.limits.features_per_session, "quota"
+        slots = [x.slot for x in session.leases.values()] + [x.feature.slot for x in session.holds.values()]
+        assert session.nbytes == sum(slot.nbytes for slot in slots)
         if session.ended:
             assert not (session.leases or session.holds or session.requests or session.tickets)
             assert session.engine is None
+    claims = Counter(lease.place[0] for lease in broker.leases.open.values())
+    claims.update(hold.feature.place[0] for hold in broker.holds.open.values())
+    assert books.claims == claims and all(books.claims.values())
     pins = {n for f in books.numbered.values() for n in f.pins}
     assert pins == {n for s in books.sessions.values() for n, w in s.pins.items() if isinstance(w, Feature)}
 
@@ -130,8 +135,9 @@ def engines(broker: Broker) -> None:
                 assert hold.feature.place[0] == engine.namespace
                 uses[place][hold.feature.number] += 1
         slots = [books.numbered[n].slot for n in uses[place]]
-        slots += [lease.slot for lease in broker.leases.open.values() if lease.engine is engine]
-        assert engine.uses == uses[place]
+        leased = [lease.slot for lease in broker.leases.open.values() if lease.engine is engine]
+        slots += leased
+        assert engine.uses == uses[place] and engine.leases == len(leased)
         for tier in books.pools:
             in_flight = sum(slot.nbytes for slot in slots if slot.tier == tier)
             assert engine.in_flight[tier] == in_flight, (engine.name, tier)
@@ -164,3 +170,22 @@ def waiting(broker: Broker) -> None:
             assert all(h.ticket is ticket for h in ticket.holds)
             assert ticket.timer is not None and ticket.timer.action is not None
     assert not books.stirred, "something changed and nobody looked"
+
+
+def limits(broker: Broker) -> None:
+    """Nobody has more than the limits say; but an engine's share of bytes shrinks when another one attaches."""
+    books, most = broker.books, broker.limits
+    for session in books.sessions.values():
+        for has, limit in (
+            (session.features, most.features_per_session),
+            (session.features, most.client_budget_features),
+            (session.nbytes, most.session_bytes),
+            (session.nbytes, most.client_budget_bytes),
+        ):
+            assert not limit or has <= limit
+    for engine in books.engines.values():
+        assert engine.features <= most.features_per_engine
+    for namespace, count in books.claims.items():
+        assert count <= most.features_per_namespace
+        held = sum(pool.held_by(namespace) for pool in books.pools.values())
+        assert not most.namespace_bytes or held <= most.namespace_bytes

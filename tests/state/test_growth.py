@@ -187,7 +187,7 @@ def test_leases_holds_and_waits_of_one_session() -> None:
     (leased,) = peer.lease(item("leased"))
     peer.create(item("theirs", kind=Kind.DERIVED))
     for body in (m.Create([item(1), item(2)]), m.Lookup([key("held"), key("leased")])):
-        assert "--features-per-session" in quota(peer, body, 2, 3, 4)
+        assert "raise the setting `features_per_session`" in quota(peer, body, 2, 3, 4)
     assert kinds(peer, peer.create(item("last"))) == ["Leased"]
     quota(peer, m.Create([item(1)]), 1, 4, 4)
     other.put(item(1))
@@ -205,7 +205,7 @@ def test_calls_of_one_session_that_wait() -> None:
     seqs = [peer.create(item("x", 2)), peer.call(m.Lookup([key("held")], "engine"))]
     assert not set(seqs) & set(peer.answers)
     for body in (m.Create([item("y")]), m.Status()):
-        assert "--pending-per-session" in quota(peer, body, 1, 2, 2)
+        assert "raise the setting `pending_per_session`" in quota(peer, body, 1, 2, 2)
     assert isinstance(other.ask(m.Status()), m.Report), "nobody else is touched"
     rank.ack()
     assert isinstance(peer.ask(m.Status()), m.Report)

@@ -1,0 +1,203 @@
+"""How much a client, an engine and a namespace may have at once.
+
+Whoever is over a *budget* waits, and nobody else does: a client has one for its leases and holds, an engine for what it
+has in flight. A *limit* refuses at once. Each answer names the setting, its figures, and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from mmbroker.proto.messages import Failed, Item
+
+from .arena.allocator import round_up
+from .books import Books
+from .records import Engine, Feature, Lease, Place, Request, Session, Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request takes when it is served: a hold for each hit, a lease for each fresh item."""
+
+    hits: list[Feature]
+    fresh: list[Item]
+
+    @property
+    def count(self) -> int:
+        return len(self.hits) + len(self.fresh)
+
+    @property
+    def nbytes(self) -> int:
+        """Whole pages of every hold and lease."""
+        return sum(feature.slot.nbytes for feature in self.hits) + self.written
+
+    @property
+    def written(self) -> int:
+        """Whole pages of the leases alone."""
+        return sum(round_up(item.form.nbytes) for item in self.fresh)
+
+    @property
+    def distinct(self) -> list[Feature]:
+        """Each hit once, however often it is held."""
+        return list({feature.number: feature for feature in self.hits}.values())
+
+
+class Quotas:
+    def __init__(self, books: Books) -> None:
+        self.books = books
+        self.limits = books.limits
+
+    # --- limits -----------------------------------------------------------------------------------------------------
+
+    def one_more_call(self, session: Session) -> Failed | None:
+        """Why a client may not have one more call that waits, if so."""
+        waiting, limit = len(session.requests) + len(session.tickets), self.limits.pending_per_session
+        return self._over("pending_per_session", "this client", "calls waiting", 1, waiting, limit)
+
+    def batch(self, session: Session, items: list[Item]) -> Failed | None:
+        """Why a call may not have so many items, whatever there is, if so."""
+        limits, count = self.limits, len(items)
+        waiting = sum(len(request.items) for request in session.requests.values())
+        used = session.features + waiting
+        parts = sum(len(item.form.parts or ()) for item in items)
+        return (
+            self._over("items_per_call", "one call", "items", count, 0, limits.items_per_call)
+            or self._over("parts_per_call", "one call", "parts", parts, 0, limits.parts_per_call)
+            or self._over(
+                "features_per_session", "this client", "features", count, used, limits.features_per_session
+            )
+        )
+
+    def refusal(self, request: Request, demand: Demand) -> Failed | None:
+        """Why a request may not have what it asks for, if so: no budget is as large, or a limit is reached."""
+        limits = self.limits
+        count, nbytes, namespace = demand.count, demand.nbytes, request.namespace
+        session = self.books.sessions[request.session]
+        if request.engine is not None:
+            refused = self._over(
+                "features_per_engine", "one call", "features", count, 0, limits.features_per_engine
+            )
+            if refused is not None:
+                return refused
+        in_use = woken = 0
+        if limits.namespace_bytes:
+            in_use = sum(pool.held_by(namespace) for pool in self.books.pools.values())
+            woken = sum(feature.slot.nbytes for feature in demand.distinct if not feature.pinned)
+        claims, whose = self.books.claims[namespace], f"namespace {namespace!r}"
+        return (
+            self._over("client_budget_features", "one call", "features", count, 0, limits.client_budget_features)
+            or self._over("client_budget_mib", "one call", "bytes", nbytes, 0, limits.client_budget_bytes)
+            or self._over("session_mib", "this client", "bytes", nbytes, session.nbytes, limits.session_bytes)
+            or self._over(
+                "features_per_namespace", whose, "features", count, claims, limits.features_per_namespace
+            )
+            or self._over(
+                "namespace_mib", whose, "bytes", demand.written + woken, in_use, limits.namespace_bytes
+            )
+        )  # fmt: skip
+
+    def _over(self, setting: str, whose: str, unit: str, more: int, used: int, limit: int) -> Failed | None:
+        """A refusal if so much more is over the limit; 0 is none."""
+        if not limit or not more or used + more <= limit:
+            return None
+        counters = self.books.counters
+        counters["quota_refusals"] += 1
+        counters[f"quota_refusals_{setting}"] += 1
+        said = (
+            f"{whose} has {used} {unit}, and {more} more exceed the limit of {limit}: drop some, wait for some to end"
+            if used
+            else f"{more} {unit} of {whose} exceed the limit of {limit}: split the batch"
+        )
+        figures = {"requested": more, "used": used, "limit": limit}
+        return Failed("QuotaExceeded", f"{said}, or raise the setting `{setting}`", figures)
+
+    # --- budgets ----------------------------------------------------------------------------------------------------
+
+    def budget(self, request: Request, demand: Demand) -> Wait | None:
+        """Which budget a request has to wait for."""
+        limits, session = self.limits, self.books.sessions[request.session]
+        nbytes = demand.nbytes
+        for wants, used, most in (
+            (demand.count, session.features, limits.client_budget_features),
+            (nbytes, session.nbytes, limits.client_budget_bytes),
+        ):
+            if most and wants and used + wants > most:
+                return Wait.CLIENT
+        engine = request.engine
+        if engine is None:
+            return None
+        more = [(request.tier, round_up(item.form.nbytes)) for item in demand.fresh]
+        more += [(f.slot.tier, f.slot.nbytes) for f in demand.distinct if f.number not in engine.uses]
+        return None if self._has_room(engine, more) else Wait.BUDGET
+
+    def _has_room(self, engine: Engine, more: list[tuple[str, int]]) -> bool:
+        """May an engine have these features in flight, too: tier and bytes of each?
+
+        One that has nothing in flight may take any bytes that fit the arena.
+        """
+        if more and engine.features + len(more) > self.limits.features_per_engine:
+            return False
+        extra: Counter[str] = Counter()
+        for tier, nbytes in more:
+            extra[tier] += nbytes
+        return all(
+            not nbytes
+            or not engine.in_flight[tier]
+            or engine.in_flight[tier] + nbytes <= self.books.budget(tier)
+            for tier, nbytes in extra.items()
+        )
+
+    def side_door(self, engine: Engine, leases: list[Lease]) -> Failed | None:
+        """Why leases that were not made for an engine may not be sealed to it, if so: they waited for no budget."""
+        more: dict[Place, tuple[str, int]] = {}
+        for lease in leases:
+            taken = self.books.features.get(lease.place)
+            slot = lease.slot if taken is None else taken.slot
+            if lease.engine is not engine and (taken is None or taken.number not in engine.uses):
+                more[lease.place] = (slot.tier, slot.nbytes)
+        if self._has_room(engine, list(more.values())):
+            return None
+        self.books.counters["quota_refusals"] += 1
+        self.books.counters["quota_refusals_seal"] += 1
+        used, nbytes = engine.features, sum(nbytes for _, nbytes in more.values())
+        text = (
+            f"engine {engine.name!r} has {used} features of {engine.in_flight.total()} bytes in flight, and no room "
+            f"for {len(more)} more of {nbytes} bytes: create them with to={engine.name!r}, which waits for its budget"
+        )
+        figures = {"requested": len(more), "used": used, "limit": self.limits.features_per_engine}
+        return Failed("QuotaExceeded", text, figures)
+
+    def lack(self, request: Request) -> Failed:
+        """What a request is told that has waited for a budget in vain."""
+        limits, tier, engine = self.limits, request.tier, request.engine
+        count, nbytes = request.wants
+        if request.reason is Wait.CLIENT or engine is None:
+            session = self.books.sessions[request.session]
+            features, most_bytes = limits.client_budget_features, limits.client_budget_bytes
+            parts = [f"{features} features"] * bool(features) + [f"{most_bytes} bytes"] * bool(most_bytes)
+            text = (
+                f"client {session.name!r} has {session.features} features of {session.nbytes} bytes of its budget of "
+                f"{' and '.join(parts)}, and {count} more of {nbytes} bytes have to wait"
+            )
+            used, most = session.features, features
+            if not features or used + count <= features:
+                count, used, most = nbytes, session.nbytes, most_bytes
+            figures = {"requested": count, "used": used, "limit": most}
+            then = "; end some of its requests, or raise the settings `client_budget_features`, `client_budget_mib`"
+            return Failed("QuotaExceeded", text + then, figures)
+        if engine.features + count > limits.features_per_engine:
+            used, most = engine.features, limits.features_per_engine
+            text = f"engine {engine.name!r} has {used} features in flight, and {count} more exceed the limit of {most}"
+            figures = {"requested": count, "used": used, "limit": most}
+            then = "; end some of its requests, or raise the setting `features_per_engine`"
+            return Failed("QuotaExceeded", text + then, figures)
+        budget, in_flight = self.books.budget(tier), engine.in_flight[tier]
+        text = (
+            f"engine {engine.name!r} has {in_flight} bytes in flight of its budget of {budget}, and {request.nbytes} "
+            f"more do not fit; end some of its requests, or raise --{tier}-mib"
+        )
+        if limits.engine_bytes == budget:
+            text += " and the setting `engine_mib`"
+        figures = {"requested": request.nbytes, "free": max(0, budget - in_flight), "limit": budget}
+        return Failed("PoolFull", text, figures)
