@@ -54,6 +54,7 @@ class Admission:
             next(self._numbers), session.number, seq, session.namespace, items, engine, private, now,
             sum(distinct.values()), tier, lookup,
         )  # fmt: skip
+        request.wants = (len(items), request.nbytes)
         session.requests[seq] = request
         request.timer = self.books.timers.at(deadline, lambda at: self._expire(request, at))
         ahead = [r for r in self.queue.values() if _is_ahead(r, request)]

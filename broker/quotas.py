@@ -171,21 +171,9 @@ class Quotas:
     def lack(self, request: Request) -> Failed:
         """What a request is told that has waited for a budget in vain."""
         limits, tier, engine = self.limits, request.tier, request.engine
-        count, nbytes = request.wants
         if request.reason is Wait.CLIENT or engine is None:
-            session = self.books.sessions[request.session]
-            features, most_bytes = limits.client_budget_features, limits.client_budget_bytes
-            parts = [f"{features} features"] * bool(features) + [f"{most_bytes} bytes"] * bool(most_bytes)
-            text = (
-                f"client {session.name!r} has {session.features} features of {session.nbytes} bytes of its budget of "
-                f"{' and '.join(parts)}, and {count} more of {nbytes} bytes have to wait"
-            )
-            used, most = session.features, features
-            if not features or used + count <= features:
-                count, used, most = nbytes, session.nbytes, most_bytes
-            figures = {"requested": count, "used": used, "limit": most}
-            then = "; end some of its requests, or raise the settings `client_budget_features`, `client_budget_mib`"
-            return Failed("QuotaExceeded", text + then, figures)
+            return self._lack_of_client(request)
+        count = request.wants[0]
         if engine.features + count > limits.features_per_engine:
             used, most = engine.features, limits.features_per_engine
             text = f"engine {engine.name!r} has {used} features in flight, and {count} more exceed the limit of {most}"
@@ -201,3 +189,28 @@ class Quotas:
             text += " and the setting `engine_mib`"
         figures = {"requested": request.nbytes, "free": max(0, budget - in_flight), "limit": budget}
         return Failed("PoolFull", text, figures)
+
+    def _lack_of_client(self, request: Request) -> Failed:
+        """Its calls are served in order: what waits before this one counts as if the client had it."""
+        session = self.books.sessions[request.session]
+        ahead = [
+            r.wants
+            for r in session.requests.values()
+            if r.reason is Wait.CLIENT and r.number < request.number
+        ]
+        count, nbytes = request.wants
+        used, used_bytes = (
+            session.features + sum(n for n, _ in ahead),
+            session.nbytes + sum(n for _, n in ahead),
+        )
+        features, most = self.limits.client_budget_features, self.limits.client_budget_bytes
+        parts = [f"{features} features"] * bool(features) + [f"{most} bytes"] * bool(most)
+        text = (
+            f"client {session.name!r} has {used} features of {used_bytes} bytes of its budget of {' and '.join(parts)}"
+            f", and {count} more of {nbytes} bytes have to wait; end some of its requests, or raise the settings "
+            "`client_budget_features` and `client_budget_mib`"
+        )
+        figures = {"requested": nbytes, "used": used_bytes, "limit": most}
+        if features and used + count > features:
+            figures = {"requested": count, "used": used, "limit": features}
+        return Failed("QuotaExceeded", text, figures)

@@ -7,9 +7,12 @@ still be in use for the broker, never the other way round.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 
 from mmbroker import events as e
+from mmbroker.arena.allocator import round_up
 from mmbroker.proto import messages as m
 from mmbroker.proto.form import Form
 from mmbroker.proto.keys import Key
@@ -241,6 +244,84 @@ class Claims:
             if forms.setdefault((claim.namespace, claim.key), claim.form) != claim.form:
                 claim.state = "free"
                 return
+
+    # --- how much somebody has --------------------------------------------------------------------------------------
+
+    def having(self, claims: Iterable[Claim]) -> tuple[int, int]:
+        """So many leases or holds, of so many bytes in whole pages."""
+        sizes = [round_up(claim.form.nbytes) for claim in claims]
+        return len(sizes), sum(sizes)
+
+    def _has(self, session: int) -> tuple[int, int]:
+        """What a client knows it has: its open leases, and its holds."""
+        held = [hold.claim for hold in self.holds.values() if hold.owner == session and not hold.over]
+        return self.having(
+            held + [c for c in self.leases.values() if c.writer == session and c.state == "open"]
+        )
+
+    def _may_have(self, session: int) -> tuple[int, int]:
+        """The most that it may have, or be about to have: with all that its waiting calls may get, or have got."""
+        count, nbytes = self._has(session)
+        for (owner, _), waiting in self.waiting.items():
+            if owner == session:
+                match waiting.body:
+                    case m.Create(items):
+                        sizes = [round_up(item.form.nbytes) for item in items]
+                    case m.Lookup(keys):
+                        sizes = [
+                            max((round_up(c.form.nbytes) for c in self.claims.values()), default=0)
+                        ] * len(keys)
+                    case m.Seal(leases):
+                        sizes = [
+                            round_up(self.leases[s.lease].form.nbytes)
+                            for s in leases
+                            if s.lease in self.leases
+                        ]
+                    case _:
+                        continue
+                count, nbytes = count + len(sizes), nbytes + sum(sizes)
+        return count, nbytes
+
+    def _within_limits(self) -> None:
+        """Nobody has been given more than the limits say."""
+        limits = self.limits
+        namespaces: Counter[str] = Counter()
+        for session, client in self.clients.items():
+            if not client.ended:
+                count, nbytes = self._has(session)
+                namespaces[client.opened.namespace] += count
+                for has, limit in (
+                    (count, limits.features_per_session),
+                    (count, limits.client_budget_features),
+                    (nbytes, limits.session_bytes),
+                    (nbytes, limits.client_budget_bytes),
+                ):
+                    assert not limit or has <= limit, (
+                        f"client {session} has {count} features of {nbytes} bytes"
+                    )
+        for namespace, count in namespaces.items():
+            assert count <= limits.features_per_namespace, f"namespace {namespace} has {count} features"
+            busy = [
+                c for c in self.claims.values() if c.namespace == namespace and c.busy and not c.overwritten
+            ]
+            nbytes = self.having(busy)[1]
+            assert not limits.namespace_bytes or nbytes <= limits.namespace_bytes, (
+                f"{namespace} has {nbytes} bytes"
+            )
+        engines: dict[tuple[str, str], set[int]] = {}
+        for hold in self.holds.values():
+            if hold.engine is not None and not hold.over:
+                engines.setdefault((hold.claim.namespace, hold.engine), set()).add(hold.claim.generation)
+        for place, features in engines.items():
+            assert len(features) <= limits.features_per_engine, f"engine {place} has {len(features)} features"
+
+    def _refused(self, session: int, call: m.Body, figures: dict[str, int]) -> None:
+        """A refusal for lack of quota: its figures are over a limit that there is, and no more than there may be."""
+        limits = self.limits
+        assert figures.keys() == {"requested", "used", "limit"} and figures["requested"] >= 0
+        assert figures["used"] + figures["requested"] > figures["limit"] or isinstance(call, m.Seal), figures
+        known = {getattr(limits, f.name) for f in fields(limits) if isinstance(getattr(limits, f.name), int)}
+        assert figures["limit"] in known and figures["limit"] > 0
 
     # --- questions --------------------------------------------------------------------------------------------------
 

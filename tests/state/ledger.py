@@ -144,6 +144,8 @@ class Ledger(Claims):
         call = waiting.body
         if isinstance(body, m.Failed):
             assert len(body.message) > 20
+            if body.error == "QuotaExceeded":
+                self._refused(session, call, body.figures)
             return
         assert isinstance(body, ANSWERS.get(type(call), m.Done)), f"{body} answers {call}"
         match call, body:
@@ -244,6 +246,7 @@ class Ledger(Claims):
                     if w in ("acked", "granted") and not self.clients[s].ended
                 }
                 assert told <= hold.dismissed, f"hold {number} is over and {told} were not told"
+        self._within_limits()
         self._in_order()
 
     def _in_order(self) -> None:
@@ -256,6 +259,7 @@ class Ledger(Claims):
                     or not waiting.fresh
                     or waiting.order > order
                     or call.to != to
+                    or self._may_be_over_budget(session)
                 ):
                     continue
                 if namespace == self.clients[session].opened.namespace:
@@ -265,6 +269,12 @@ class Ledger(Claims):
                     )
                     assert known, f"create {order} was served before create {waiting.order}"
         self.served.clear()
+
+    def _may_be_over_budget(self, session: int) -> bool:
+        """May what this client waits for be the end of something of its own?"""
+        count, nbytes = self._may_have(session)
+        features, size = self.limits.client_budget_features, self.limits.client_budget_bytes
+        return bool((features and count > features) or (size and nbytes > size))
 
     def check_deadline(self, due: float | None, now: float) -> None:
         """`Broker.next_deadline` after `now` was handled."""

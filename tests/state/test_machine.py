@@ -18,8 +18,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from mmbroker.proto import messages as m
 from mmbroker.proto.keys import Kind
 
-from .shell import Peer, Shell, form, item, key
+from .shell import PAGE, Peer, Shell, form, item, key
 
+#: Budgets and limits: none, one of each kind, several at once.
+QUOTAS: list[dict[str, int]] = [
+    {},
+    {},
+    {"client_budget_features": 3},
+    {"client_budget_bytes": 5 * PAGE},
+    {"features_per_engine": 3, "engine_bytes": 6 * PAGE},
+    {"features_per_namespace": 6, "session_bytes": 6 * PAGE},
+    {"namespace_bytes": 9 * PAGE, "client_budget_features": 4},
+    {"client_budget_features": 4, "client_budget_bytes": 6 * PAGE, "features_per_engine": 5},
+]
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 NAMES = st.integers(0, 5)
 KINDS = st.sampled_from([Kind.CONTENT, Kind.CONTENT, Kind.DERIVED, Kind.CALLER])
@@ -71,8 +82,9 @@ class Life(RuleBasedStateMachine):
         segment=st.sampled_from([4, 8, 16]),
         watermark=st.sampled_from([0.0, 0.2]),
         grow=st.sampled_from([True, True, None]),
+        quotas=st.sampled_from(QUOTAS),
     )
-    def start(self, segment: int, watermark: float, grow: bool | None) -> None:
+    def start(self, segment: int, watermark: float, grow: bool | None, quotas: dict[str, int]) -> None:
         self.shell = Shell(
             grow,
             segment=segment,
@@ -83,6 +95,7 @@ class Life(RuleBasedStateMachine):
             producer_grace=3.0,
             answers_kept=6,
             cached_features=5,
+            **quotas,
         )
         self.producers = [self.shell.client() for _ in range(2)]
         self.ranks: list[Peer] = []
@@ -385,7 +398,9 @@ class Life(RuleBasedStateMachine):
             assert not report[books], f"{books}: {report[books]}"
         assert report["pool"]["held"] == 0 and report["timers"] == 0, report
         last = shell.client(namespace="c")
-        answer_seq = last.create(m.Item(key("all of it"), form(16)))
+        limits = shell.limits
+        most = [limits.host_bytes, limits.client_budget_bytes, limits.session_bytes, limits.namespace_bytes]
+        answer_seq = last.create(m.Item(key("all of it"), form(min(filter(None, most)) / PAGE)))
         while shell.growing:
             shell.grown(True)
         answer = last.answers.get(answer_seq)
