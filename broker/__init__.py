@@ -18,7 +18,7 @@ is raised is a `BrokerError`::
     │   ├── StaleReference          the reference does not fit the entry, or is another broker life's
     │   └── DigestConflict          the key is taken by a feature of another form
     ├── PoolFull                    no room: `requested`, `free` and `limit`, in bytes
-    ├── QuotaExceeded               a limit on counts: `requested`, `used` and `limit`
+    ├── QuotaExceeded               a limit or budget was reached: `requested`, `used` and `limit`
     ├── NoSuchEngine                nobody is attached under that name
     ├── ProtocolError
     │   ├── VersionMismatch         the peer speaks another version of the protocol

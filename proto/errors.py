@@ -17,7 +17,7 @@
     │   ├── StaleReference          the reference does not fit the entry, or is another broker life's
     │   └── DigestConflict          the key is taken by a feature of another form
     ├── PoolFull                    no room: `requested`, `free` and `limit`, in bytes
-    ├── QuotaExceeded               a limit on counts: `requested`, `used` and `limit`
+    ├── QuotaExceeded               a limit or budget was reached: `requested`, `used` and `limit`
     ├── NoSuchEngine                nobody is attached under that name
     ├── ProtocolError
     │   ├── VersionMismatch         the peer speaks another version of the protocol
@@ -110,7 +110,10 @@ class PoolFull(BrokerError):
 
 
 class QuotaExceeded(BrokerError):
-    """A limit on a count was reached; `requested`, `used` and `limit` say which way."""
+    """A limit or budget of a call, client, engine or namespace was reached; the message names it.
+
+    `requested`, `used` and `limit` are counts or bytes.
+    """
 
     @property
     def requested(self) -> int:
