@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import count
 
+from mmbroker.proto.errors import plain
 from mmbroker.proto.messages import DevicePlace, Failed, Reply
 
 from .books import Books
@@ -144,7 +145,7 @@ class Holds:
                 self.books.counters["unknown_holds"] += 1
                 continue
             self.books.counters["grants_failed"] += 1
-            self._refused(hold, session, reason[:500] or "no reason given")
+            self._refused(hold, session, plain(reason, 500) or "no reason given")
             self.settle(session, [number], now)
 
     def settle(self, session: Session, numbers: Iterable[int], now: float) -> None:

@@ -57,8 +57,8 @@ def table(title: str, *columns: str) -> Table:
 
 
 def console() -> Console:
-    """Standard output; 80 columns where nobody says how many there are."""
-    return Console(highlight=False, emoji=False)
+    """Standard output; 80 columns where nobody says how many there are. Names of others are shown as they are."""
+    return Console(highlight=False, emoji=False, markup=False)
 
 
 def show_checks(checks: Iterable[Check], to: Console | None = None) -> None:

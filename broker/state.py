@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mmbroker.proto import messages as m
+from mmbroker.proto.errors import plain
 from mmbroker.proto.form import Form
 
 from . import report
@@ -175,7 +176,7 @@ class Broker:
 
     def _create(self, session: Session, seq: int, call: m.Create, now: float, deadline: float) -> None:
         if call.tier not in self.rooms:
-            text = f"this broker has no arena of tier {call.tier!r}: use tier='host', or start it with --gpu"
+            text = f"this broker has no arena of tier {call.tier[:64]!r}: use tier='host', or start it with --gpu"
             self.books.respond(session, seq, m.Failed("InvalidMessage", text))
             return
         engine, refusal = self._engine(session, call.to)
@@ -221,7 +222,7 @@ class Broker:
         session.engine, session.rank = engine, call.rank
         session.device, session.access, session.lazy = call.device, call.access, call.lazy
         session.gpu = call.path == "device" and bool(self.limits.device) and call.device == self.limits.device
-        session.path, session.why = call.path[:NAME_LIMIT], call.why[:500]
+        session.path, session.why = plain(call.path, NAME_LIMIT), plain(call.why, 500)
         if session.device != "cpu":
             for segment in self.books.pool.arena(session.namespace):
                 if segment.ready:
@@ -230,12 +231,13 @@ class Broker:
         self.books.respond(session, seq, m.Attached(engine.complete, "device" if session.gpu else "host"))
 
     def _attach_refusal(self, session: Session, call: m.Attach) -> str:
-        if not 0 < len(call.engine) <= NAME_LIMIT:
-            return f"an engine's name has 1 to {NAME_LIMIT} characters"
+        for what, name in (("an engine", call.engine), ("a device", call.device)):
+            if not 0 < len(name) <= NAME_LIMIT or not name.isprintable():
+                return f"{what}'s name has 1 to {NAME_LIMIT} printable characters"
         if not 0 <= call.rank < call.world <= 4096:
             return f"rank {call.rank} of {call.world} is not possible: ranks count from 0, and a world has at most 4096"
         if call.access not in ("readonly", "copy"):
-            return f"access is 'readonly' or 'copy', not {call.access!r}"
+            return f"access is 'readonly' or 'copy', not {call.access[:64]!r}"
         if session.engine is not None:
             return (
                 f"this client is rank {session.rank} of engine {session.engine.name!r} already: "
@@ -299,7 +301,7 @@ class Broker:
         act(session, call.holds, now)
 
     def _tally(self, session: Session, seq: int, call: m.Tally, now: float, deadline: float) -> None:
-        if len(call.counts) <= 64 and all(len(name) <= 64 for name in call.counts):
+        if len(call.counts) <= 64 and all(len(name) <= 64 and name.isprintable() for name in call.counts):
             session.tally = call.counts
         else:
             self.books.counters["tallies_refused"] += 1

@@ -11,6 +11,8 @@ from functools import cache
 from importlib import metadata
 from typing import Any, Final
 
+from mmbroker.proto.errors import plain
+
 log = logging.getLogger("mmbroker")
 
 #: The same complaint is written once in so many seconds; it is counted every time.
@@ -38,7 +40,7 @@ class Vitals:
         now = time.monotonic()
         if now - self._said.get(name, -COMPLAINT_INTERVAL) >= COMPLAINT_INTERVAL:
             self._said[name] = now
-            log.warning("%s (%s: %d so far)", text, name, self.counters[name])
+            log.warning("%s (%s: %d so far)", plain(text, 1000), name, self.counters[name])
 
     def watch_loop(self) -> None:
         """Measure the loop's lateness from now on."""

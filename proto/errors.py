@@ -152,6 +152,12 @@ class PermissionDenied(BrokerError):
     """This user may not use this broker, or this namespace."""
 
 
+def plain(text: object, most: int = 200) -> str:
+    """What somebody else wrote, for our messages and logs: not too long, and nothing in it that moves a cursor."""
+    shown = str(text)[:most]
+    return shown if shown.isprintable() else "".join(c if c.isprintable() else "?" for c in shown)
+
+
 def _tree(cls: type[BrokerError]) -> dict[str, type[BrokerError]]:
     found = {cls.__name__: cls}
     for child in cls.__subclasses__():

@@ -42,7 +42,7 @@ class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def size_of(dtype: str, shape: Sequence[int]) -> int:
     """Bytes of a C-ordered tensor; raises `InvalidMessage` for what cannot be a tensor."""
     if dtype not in ITEMSIZE:
-        raise InvalidMessage(f"dtype {dtype!r} is not one that mmbroker carries: {', '.join(ITEMSIZE)}")
+        raise InvalidMessage(f"dtype {dtype[:64]!r} is not one that mmbroker carries: {', '.join(ITEMSIZE)}")
     if len(shape) > MAX_RANK:
         raise InvalidMessage(f"a shape of {len(shape)} axes exceeds the limit of {MAX_RANK}", limit=MAX_RANK)
     if any(n < 0 for n in shape):
@@ -81,8 +81,8 @@ def list_form(tensors: Sequence[tuple[str, Sequence[int]]], modality: str) -> Fo
 
 def check_form(form: Form) -> None:
     """Raise `InvalidMessage` unless the form's sizes and offsets agree with each other."""
-    if len(form.modality) > 64:
-        raise InvalidMessage("a modality's name is limited to 64 characters", limit=64)
+    if len(form.modality) > 64 or not form.modality.isprintable():
+        raise InvalidMessage("a modality's name has at most 64 printable characters", limit=64)
     if form.parts is None:
         expected = tensor_form(form.dtype, form.shape, form.modality)
     else:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from .errors import InvalidMessage, VersionMismatch
+from .errors import InvalidMessage, VersionMismatch, plain
 from .form import Form
 from .keys import Key
 from .reference import BOOT_BYTES, PROTOCOL_VERSION, Reference
@@ -407,7 +407,7 @@ def _refusal(data: bytes, error: Exception, what: str) -> Exception:
             theirs=version,
             ours=PROTOCOL_VERSION,
         )
-    return InvalidMessage(f"{what} of {len(data)} bytes cannot be decoded: {error}", nbytes=len(data))
+    return InvalidMessage(f"{what} of {len(data)} bytes cannot be decoded: {plain(error)}", nbytes=len(data))
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes, what: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from .errors import InvalidMessage, VersionMismatch
+from .errors import InvalidMessage, VersionMismatch, plain
 from .form import Part
 
 #: Version of the wire: messages and references. A peer of another version is refused by name.
@@ -60,13 +60,13 @@ class Reference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         version = fields.pop(MARK)
         if type(version) is not int or version != PROTOCOL_VERSION:
             raise VersionMismatch(
-                f"the reference has protocol version {version!r}, this side speaks {PROTOCOL_VERSION}: "
+                f"the reference has protocol version {plain(repr(version))}, this side speaks {PROTOCOL_VERSION}: "
                 "install the same mmbroker everywhere"
             )
         try:
             ref = msgspec.convert(fields, Reference, builtin_types=(bytes,))
         except msgspec.ValidationError as error:
-            raise InvalidMessage(f"not a reference: {error}") from None
+            raise InvalidMessage(f"not a reference: {plain(error)}") from None
         if len(ref.boot) != BOOT_BYTES or len(ref.digest) != 32:
             raise InvalidMessage("not a reference: boot has 16 bytes and digest 32")
         return ref

@@ -278,3 +278,14 @@ def test_several_brokers_have_to_be_named(start_broker: StartBroker) -> None:
     for broker in (one, two):
         shown = mmbroker("status", "--json", "--name", broker.name, MMBROKER_DIR=str(one.root)).stdout
         assert json.loads(shown)["daemon"]["pid"] == broker.pid
+
+
+def test_names_are_shown_as_they_are(broker: BrokerProcess) -> None:
+    """What looks like a style to the library that draws the tables is nothing of the kind."""
+    with RawClient(broker.directory, name="[red]w[/red]") as rank:
+        rank.call(m.Attach("[/no] [bold]e", 0, 1, why="[link=x]", path="pinned"))
+        rank.call(m.Tally({"[b]puts": 7}))
+        result = mmbroker("status", MMBROKER_DIR=str(broker.root))
+    assert (result.returncode, result.stderr) == (0, "")
+    for shown in ("[red]w[/red]", "Engine [/no] [bold]e", "[b]puts 7"):
+        assert shown in result.stdout

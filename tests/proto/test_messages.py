@@ -147,6 +147,16 @@ def test_an_unknown_kind_of_key_is_refused() -> None:
         m.decode_call(msgspec.msgpack.encode(call))
 
 
+def test_what_a_refusal_quotes_is_short_and_printable() -> None:
+    """It goes into logs, and onto screens."""
+    for nasty in ("\x1b[2J\x07\n", "x" * 100_000):
+        for field in ({"t": nasty}, {"t": "status", nasty: 1}):
+            data = msgspec.msgpack.encode({**fields(CALLS["call: status"]), "body": field})
+            with pytest.raises(InvalidMessage) as caught:
+                m.decode_call(data)
+            assert str(caught.value).isprintable() and len(str(caught.value)) < 300
+
+
 def test_nesting_without_end_is_refused() -> None:
     deep = b"\x91" * 100_000 + b"\x90"
     report = m.encode(m.Answer(1, m.Report({"deep": 1})))

@@ -112,6 +112,39 @@ def test_casts_about_unknown_numbers_are_counted_and_ignored(cast: Any, counter:
     assert shell.counters()[counter] == 2
 
 
+NASTY = "\x1b[2J\x1b]0;owned\x07\n[/red]"
+
+
+@pytest.mark.parametrize(
+    "change", [{"engine": NASTY}, {"device": NASTY}, {"engine": ""}, {"device": "d" * 129}]
+)
+def test_names_that_would_move_a_cursor_are_refused(change: dict[str, str]) -> None:
+    call = msgspec.structs.replace(m.Attach("engine", 0, 1), **change)
+    failure = Shell().client().failure(call, "InvalidMessage")
+    assert "printable" in failure.message
+
+
+def test_what_others_say_is_shown_without_what_would_move_a_cursor() -> None:
+    shell = Shell()
+    producer, rank = shell.client(), shell.client()
+    rank.ask(m.Attach("engine", 0, 1, path=NASTY, why=NASTY))
+    rank.cast(m.Tally({NASTY: 1}))
+    assert shell.counters()["tallies_refused"] == 1
+    (shown,) = shell.report()["engines"][0]["ranks"]
+    assert shown["why"].isprintable() and "[2J" in shown["why"] and shown["path"].isprintable()
+    seq = producer.seal(producer.lease(item("x")), "engine")
+    rank.ack([], failed=[1], reason=NASTY)
+    assert failed(producer, seq, "FeatureError").message.isprintable()
+    assert shell.counters()["grants_failed"] == 1
+
+
+@pytest.mark.parametrize(
+    "call", [m.Create([], tier="t" * 100_000), m.Attach("e", 0, 1, access="a" * 100_000)]
+)
+def test_a_refusal_is_short_however_long_the_call(call: m.Body) -> None:
+    assert len(Shell().client().failure(call, "InvalidMessage").message) < 300
+
+
 def test_casts_about_others_numbers_are_ignored() -> None:
     shell = Shell()
     peer, thief = shell.client(), shell.client()
