@@ -211,6 +211,6 @@ class Quotas:
             "`client_budget_features` and `client_budget_mib`"
         )
         figures = {"requested": nbytes, "used": used_bytes, "limit": most}
-        if features and used + count > features:
+        if features and (used + count > features or not most):
             figures = {"requested": count, "used": used, "limit": features}
         return Failed("QuotaExceeded", text, figures)

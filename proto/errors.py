@@ -36,7 +36,7 @@ from collections.abc import Mapping
 class BrokerError(Exception):
     """Root of every error of mmbroker. `figures` holds the numbers that the message quotes."""
 
-    def __init__(self, message: str, **figures: int) -> None:
+    def __init__(self, message: str, /, **figures: int) -> None:
         super().__init__(message)
         self.figures: dict[str, int] = figures
 

@@ -315,11 +315,12 @@ class Claims:
         for place, features in engines.items():
             assert len(features) <= limits.features_per_engine, f"engine {place} has {len(features)} features"
 
-    def _refused(self, session: int, call: m.Body, figures: dict[str, int]) -> None:
-        """A refusal for lack of quota: its figures are over a limit that there is, and no more than there may be."""
+    def _refused(self, waiting: Waiting, figures: dict[str, int]) -> None:
+        """A refusal for lack of quota: over a limit that there is, unless that gave way at the call's last moment."""
         limits = self.limits
         assert figures.keys() == {"requested", "used", "limit"} and figures["requested"] >= 0
-        assert figures["used"] + figures["requested"] > figures["limit"] or isinstance(call, m.Seal), figures
+        over = figures["used"] + figures["requested"] > figures["limit"]
+        assert over or isinstance(waiting.body, m.Seal) or waiting.deadline <= self.now, figures
         known = {getattr(limits, f.name) for f in fields(limits) if isinstance(getattr(limits, f.name), int)}
         assert figures["limit"] in known and figures["limit"] > 0
 

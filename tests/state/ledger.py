@@ -145,7 +145,7 @@ class Ledger(Claims):
         if isinstance(body, m.Failed):
             assert len(body.message) > 20
             if body.error == "QuotaExceeded":
-                self._refused(session, call, body.figures)
+                self._refused(waiting, body.figures)
             return
         assert isinstance(body, ANSWERS.get(type(call), m.Done)), f"{body} answers {call}"
         match call, body:
@@ -259,7 +259,7 @@ class Ledger(Claims):
                     or not waiting.fresh
                     or waiting.order > order
                     or call.to != to
-                    or self._may_be_over_budget(session)
+                    or self._may_have_been_over_budget(session, to)
                 ):
                     continue
                 if namespace == self.clients[session].opened.namespace:
@@ -270,10 +270,15 @@ class Ledger(Claims):
                     assert known, f"create {order} was served before create {waiting.order}"
         self.served.clear()
 
-    def _may_be_over_budget(self, session: int) -> bool:
-        """May what this client waits for be the end of something of its own?"""
+    def _may_have_been_over_budget(self, session: int, to: str | None) -> bool:
+        """Did this client wait for something of its own, when one that is answered now was served?
+
+        A create that has hits for an engine is answered later than it was served: when they are acknowledged.
+        """
         count, nbytes = self._may_have(session)
         features, size = self.limits.client_budget_features, self.limits.client_budget_bytes
+        if to is not None and (features or size):
+            return True
         return bool((features and count > features) or (size and nbytes > size))
 
     def check_deadline(self, due: float | None, now: float) -> None:
