@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -134,7 +135,7 @@ class Mutator:
         chance = self.random
         match chance.randrange(4):
             case 0:
-                return chance.choice(_THINGS)
+                return copy.deepcopy(chance.choice(_THINGS))  # it may be changed in its new place
             case 1:
                 return chance.randrange(40)
             case _:
