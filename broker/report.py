@@ -12,6 +12,16 @@ if TYPE_CHECKING:
     from .state import Broker
 
 
+#: What lists things by namespace, and what sums them up.
+_BY_NAMESPACE = ("arenas", "namespaces", "sessions", "ghosts", "engines", "waiting", "largest")
+
+
+def within(report: dict[str, Any], namespace: str) -> dict[str, Any]:
+    """A report for a user who is not the operator: nothing that belongs to other namespaces, but sums."""
+    mine = {what: [one for one in report[what] if one["namespace"] == namespace] for what in _BY_NAMESPACE}
+    return {**report, **mine, "health": {**report["health"], "stuck": []}}
+
+
 def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
     """Bytes are whole pages; ages are in seconds. `budget` is each client's, of leases and holds; 0 is none."""
     books = broker.books
@@ -172,6 +182,7 @@ def _waiting(broker: Broker) -> list[Request]:
 def _request(broker: Broker, request: Request, now: float) -> dict[str, Any]:
     return {
         "client": broker.books.sessions[request.session].name,
+        "namespace": request.namespace,
         "for": request.reason.value,
         "items": len(request.items),
         "bytes": request.nbytes,

@@ -65,6 +65,7 @@ from .events import (
 )
 from .instance import Instance
 from .lifeline import Lifelines, Peer
+from .report import within
 from .state import Broker
 from .vitals import Vitals
 
@@ -199,11 +200,7 @@ class Server:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Respond(session, seq, Report(status)):
-                try:
-                    facts = self._facts()
-                except OSError as error:  # no descriptors left to read them with
-                    facts = {"unreadable": str(error)}
-                self.control.send(session, Answer(seq, Report({**status, "daemon": facts})))
+                self.control.send(session, Answer(seq, Report(self._told(session, status))))
             case Respond(session, seq, body):
                 self.control.send(session, Answer(seq, body))
             case Notify(session, notice):
@@ -299,13 +296,18 @@ class Server:
     # --- control (Office) -------------------------------------------------------------------------------------------
 
     def called(self, session: int, call: Call) -> None:
-        if isinstance(call.body, Shutdown) and self.peers[session].uid not in (os.geteuid(), 0):
+        if isinstance(call.body, Shutdown) and not self._operates(session):
             text = f"only user {os.geteuid()} and root may shut this broker down"
             self.control.send(session, Answer(call.seq, Failed(PermissionDenied.__name__, text)))
             return
         if isinstance(call.body, Released):
             self._doubtful.append(call.body.session)
         self.dispatch(Called(session, call.seq, call.timeout, call.body))
+
+    def _operates(self, session: int) -> bool:
+        """Is it the broker's own user, or root?"""
+        peer = self.peers.get(session)
+        return peer is not None and peer.uid in (os.geteuid(), 0)
 
     def held(self, session: int) -> bool:
         return self.lifelines.busy(session)
@@ -314,6 +316,17 @@ class Server:
         self.lifelines.end(session, error)
 
     # --- status -----------------------------------------------------------------------------------------------------
+
+    def _told(self, session: int, status: dict[str, Any]) -> dict[str, Any]:
+        """The state machine's report with the daemon's facts; other users than the operator see their own things."""
+        asker = self.broker.books.sessions.get(session)
+        if asker is not None and not self._operates(session):
+            status = within(status, asker.namespace)
+        try:
+            facts = self._facts()
+        except OSError as error:  # no descriptors left to read them with
+            facts = {"unreadable": str(error)}
+        return {**status, "daemon": facts}
 
     def _facts(self) -> dict[str, Any]:
         """What only the shell knows; see `Vitals.report` for the rest."""

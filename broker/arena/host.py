@@ -30,6 +30,7 @@ class HostSegment:
         """A segment whose every page exists. Raises `MemoryLimit`, or `OSError` where the kernel refuses."""
         rw_fd = os.memfd_create("mmbroker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            os.fchmod(rw_fd, 0o600)  # else any user could open its read-only descriptor again, for writing
             for offset in range(0, nbytes, PIECE):
                 memory.check(nbytes - offset, machine)
                 _fill(rw_fd, offset, min(PIECE, nbytes - offset))

@@ -9,6 +9,10 @@ import torch
 import mmbroker
 
 
+#: Between rounds, in seconds: they are there to be served, not to load the broker.
+_PAUSE = 0.005
+
+
 class Bystander:
     """Works in a thread from the start until `stop`; for a process of its own."""
 
@@ -31,7 +35,7 @@ class Bystander:
                 ) as worker,
             ):
                 table = engine.attach(engine="engine-a", access="readonly")
-                while not self._over.is_set():
+                while not self._over.wait(_PAUSE):
                     self._round(worker, table)
                     self.rounds += 1
         except BaseException as error:

@@ -158,7 +158,15 @@ def test_a_wait_for_room_ends_at_its_deadline() -> None:
     shell.advance(2.25)
     assert seq not in waiter.answers
     assert shell.report()["waiting"] == [
-        {"client": "worker-2", "for": "room", "items": 1, "bytes": 4 * PAGE, "engine": None, "age": 2.25}
+        {
+            "client": "worker-2",
+            "namespace": "a",
+            "for": "room",
+            "items": 1,
+            "bytes": 4 * PAGE,
+            "engine": None,
+            "age": 2.25,
+        }
     ]
     shell.advance(0.25)
     failure = failed(waiter, seq, "PoolFull")
