@@ -54,7 +54,7 @@ class Attacker:
         client = RawClient(self._directory, name="attacker", namespace="attack")
         if client.refused is not None:
             return None
-        client.post(m.Released(self._last), seq=(1 << 63) - 1)
+        assert client.call(m.Released(self._last)) == m.Done()
         self._last = client.welcome.session
         return client
 
@@ -245,7 +245,7 @@ class Siege:
         self._wait_for_rounds(3)
         for attacker in self._attackers:
             attacker.leave()
-        rounds = self._bystander("result = b.stop()")
+        rounds: int = self._bystander("result = b.stop()")
 
         def empty() -> dict[str, Any] | None:
             status = self.judge()
