@@ -164,6 +164,10 @@ class Admission:
                 results.append(None)
             else:
                 results.append(Pending())
+        if request.waited:
+            books.figures.wait_seconds.observe(now - request.since)
+        if not request.lookup:
+            books.figures.create_items.observe(len(request.items))
         self._forget(request)
         deadline = request.timer.when if request.timer is not None else now
         if request.lookup:
@@ -195,6 +199,7 @@ class Admission:
     # --- waiting ----------------------------------------------------------------------------------------------------
 
     def _wait(self, request: Request, now: float) -> None:
+        request.waited = True
         self.books.counters["waits"] += 1
         self.books.counters[f"waits_{request.reason.value}"] += 1
         if request.reason is not Wait.FLIGHT:

@@ -11,6 +11,7 @@ from mmbroker.proto.messages import Dismissed, Failed, Grant, Granted, Reply, Re
 
 from .arena.allocator import PAGE, round_up
 from .events import Discard, Effect, Limits, Notify, Respond, SendSegment
+from .figures import Figures
 from .pool import Pool, Segment, Slot
 from .records import Engine, Feature, Lease, Place, Replica, Session
 from .timers import Timers
@@ -99,6 +100,7 @@ class Books:
         self.timers = Timers()
         self.out = Outbox()
         self.counters: Counter[str] = Counter()
+        self.figures = Figures()
         self.sessions: dict[int, Session] = {}
         self.engines: dict[tuple[str, str], Engine] = {}
         self.features: dict[Place, Feature] = {}

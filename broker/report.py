@@ -36,6 +36,7 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
         "features": len(books.features),
         "features_idle": books.idle_count,
         "leases": len(broker.leases.open),
+        "leased_bytes": sum(lease.slot.nbytes for lease in broker.leases.open.values()),
         "holds": len(broker.holds.open),
         "holds_dismissed": sum(hold.over for hold in broker.holds.open.values()),
         "quarantined": sum(slot.nbytes for s in ghosts for slot in s.quarantine),
@@ -53,6 +54,8 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
         + len({n for q in broker.admission.flying.values() for n in q}),
         "timers": len(books.timers),
         "counters": dict(books.counters),
+        "figures": books.figures.report(),
+        "told_before": broker.tallies.before,
         "largest": [_feature(broker, f) for f in _largest(broker, features)],
     }
 
@@ -129,6 +132,7 @@ def _session(session: Session, now: float) -> dict[str, Any]:
         "holds": len(session.holds),
         "bytes": session.nbytes,
         "grants": len(session.grants),
+        "held_bytes": sum(hold.feature.slot.nbytes for hold in session.holds.values()),
         "unacked": len(session.unacked),
         "waiting": len(session.requests) + len(session.tickets),
         "quarantined": sum(slot.nbytes for slot in session.quarantine),

@@ -34,6 +34,7 @@ from .events import (
 from .holds import Holds
 from .records import Engine, Feature, Session
 from .room import Room
+from .tallies import Tallies
 
 _NOTHING = Form("uint8", (0,), 0)
 #: What a client tells rather than asks.
@@ -51,6 +52,7 @@ class Broker:
         self.holds = Holds(self.books, self.rooms.get("device"))
         self.admission = Admission(self.books, self.holds, self.rooms)
         self.leases = self.admission.leases
+        self.tallies = Tallies()
         self.halting = False
         self._halted = False
         self._calls: dict[type, Callable[[Session, int, Any, float, float], None]] = {
@@ -301,9 +303,7 @@ class Broker:
         act(session, call.holds, now)
 
     def _tally(self, session: Session, seq: int, call: m.Tally, now: float, deadline: float) -> None:
-        if len(call.counts) <= 64 and all(len(name) <= 64 and name.isprintable() for name in call.counts):
-            session.tally = call.counts
-        else:
+        if not self.tallies.hear(session, call.counts):
             self.books.counters["tallies_refused"] += 1
 
     # --- ends -------------------------------------------------------------------------------------------------------
@@ -318,6 +318,7 @@ class Broker:
         self.leases.break_all(session, now)
         self._leave_engine(session)
         session.ended = True
+        self.tallies.end(session)
         session.answers.clear()
         self.holds.detach(session, now)
         if not alive or session.released or not (session.grants or session.pins or session.quarantine):

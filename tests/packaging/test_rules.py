@@ -19,8 +19,8 @@ CODE_FROM_DATA_METHODS = {"send_pyobj", "recv_pyobj"}
 
 #: The state machine and its parts, beside all of proto.
 PURE = (
-    *("admission", "arena/allocator", "books", "events", "health", "holds", "leases"),
-    *("pool", "quotas", "records", "replicas", "report", "room", "state", "timers"),
+    *("admission", "arena/allocator", "books", "events", "figures", "health", "holds", "leases"),
+    *("pool", "quotas", "records", "replicas", "report", "room", "state", "tallies", "timers"),
 )
 #: What they do without: I/O, clocks, threads.
 OUTSIDE = {
