@@ -72,18 +72,6 @@ def main() -> None:
 # --- start ----------------------------------------------------------------------------------------------------------
 
 
-def _not_yet(ctx: click.Context, option: click.Parameter, value: object) -> None:
-    if value is not None:
-        raise click.UsageError(f"{option.opts[0]}: this version has no web page", ctx)
-
-
-def _absent(command: _Command) -> _Command:
-    """Options that a later version will have. They are refused by name, and not listed."""
-    for name in ("--http",):
-        command = click.option(name, hidden=True, expose_value=False, callback=_not_yet)(command)
-    return command
-
-
 @main.command()
 @click.option("--cpu", is_flag=True, help="A broker with a host arena only. The default.")
 @click.option(
@@ -128,7 +116,11 @@ def _absent(command: _Command) -> _Command:
 @click.option(
     "--config", type=click.Path(dir_okay=False), metavar="FILE", help="A TOML file with further settings."
 )
-@_absent
+@click.option(
+    "--http",
+    metavar="127.0.0.1:PORT",
+    help="Show a page, metrics and health there, to this machine only.  [default: nowhere]",
+)
 def start(cpu: bool, config: str | None, **flags: Any) -> None:
     """Run a broker in the foreground.
 

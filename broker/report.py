@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
         "ghosts": [_session(s, now) for s in ghosts],
         "engines": [_engine(broker, engine, now) for engine in books.engines.values()],
         "waiting": [_request(broker, r, now) for r in _waiting(broker)],
+        "waiting_for": dict(Counter(request.reason.value for request in _all_waiting(broker).values())),
         "waiting_count": len(broker.admission.queue)
         + len({n for q in broker.admission.flying.values() for n in q}),
         "timers": len(books.timers),
@@ -177,9 +179,14 @@ def _engine(broker: Broker, engine: Engine, now: float) -> dict[str, Any]:
     }
 
 
-def _waiting(broker: Broker) -> list[Request]:
+def _all_waiting(broker: Broker) -> dict[int, Request]:
     found = {n: r for waiting in broker.admission.flying.values() for n, r in waiting.items()}
     found.update(broker.admission.queue)
+    return found
+
+
+def _waiting(broker: Broker) -> list[Request]:
+    found = _all_waiting(broker)
     return [found[n] for n in islice(sorted(found), 100)]
 
 
@@ -217,3 +224,23 @@ def _feature(broker: Broker, feature: Feature) -> dict[str, Any]:
         "engines": sorted(engines),
         "hits": feature.hits,
     }
+
+
+def segments(broker: Broker, cells: int) -> list[dict[str, Any]]:
+    """All segments, each drawn as the occupancy of so many cells, in tenths: a digit each, ``a`` for full."""
+    return [
+        {
+            "segment": segment.number,
+            "tier": tier,
+            "namespace": segment.namespace,
+            "bytes": segment.allocator.nbytes,
+            "used": segment.allocator.used,
+            "slots": segment.allocator.slots,
+            "state": "growing" if not segment.ready else "retired" if segment.retired else "ready",
+            "cells": "".join(
+                "0123456789a"[-int(-share * 10)] for share in segment.allocator.occupancy(cells)
+            ),
+        }
+        for tier, pool in broker.books.pools.items()
+        for segment in pool.segments.values()
+    ]

@@ -37,7 +37,7 @@ from mmbroker.proto.messages import (
 )
 from mmbroker.proto.reference import BOOT_BYTES
 
-from . import cuda
+from . import cuda, report
 from .arena import memory
 from .arena.device import DeviceSegment
 from .arena.host import HostSegment
@@ -68,6 +68,7 @@ from .lifeline import Lifelines, Peer
 from .report import within
 from .state import Broker
 from .vitals import Vitals
+from .web import address
 
 log = logging.getLogger("mmbroker")
 
@@ -106,6 +107,7 @@ class Server:
         self._timer: asyncio.TimerHandle | None = None
         self._armed = 0.0
         self._stopping = False
+        self._url = ""  # of the page
 
     async def run(self) -> int:
         self.loop = asyncio.get_running_loop()
@@ -139,6 +141,7 @@ class Server:
                 "or `chmod o+x` that one",
                 barrier,
             )
+        url = self._open_page(stack) if self.settings.http else ""
         self.control.listen()
         self.lifelines.listen()
         self.vitals.watch_loop()
@@ -147,9 +150,27 @@ class Server:
         device = f", device arena on {self.settings.limits.device} up to {self.settings.device_mib} MiB"
         print(
             f"mmbroker is ready at {instance.path} (process {os.getpid()}, host arena up to "
-            f"{self.settings.host_mib} MiB{device if self.settings.limits.device else ''})",
+            f"{self.settings.host_mib} MiB{device if self.settings.limits.device else ''})"
+            + (f", its page is {url}" if url else ""),
             flush=True,
         )
+
+    def _open_page(self, stack: ExitStack) -> str:
+        """Listen for operators' browsers and metrics collectors; the page's URL."""
+        from .web.http import Listener
+        from .web.site import Site
+
+        site = Site(
+            self.loop,
+            lambda: self._with_facts(self.broker.report(time.monotonic())),
+            lambda cells: report.segments(self.broker, cells),
+            self.vitals.complain,
+        )
+        stack.callback(site.close)
+        listener = Listener(self.loop, address.parse(self.settings.http), site)
+        stack.callback(listener.close)
+        self._url = listener.address.url
+        return self._url
 
     def _free(self) -> None:
         self.memory_thread.shutdown(wait=True)
@@ -322,11 +343,13 @@ class Server:
         asker = self.broker.books.sessions.get(session)
         if asker is not None and not self._operates(session):
             status = within(status, asker.namespace)
+        return self._with_facts(status)
+
+    def _with_facts(self, status: dict[str, Any]) -> dict[str, Any]:
         try:
-            facts = self._facts()
+            return {**status, "daemon": self._facts()}
         except OSError as error:  # no descriptors left to read them with
-            facts = {"unreadable": str(error)}
-        return {**status, "daemon": facts}
+            return {**status, "daemon": {"unreadable": str(error)}}
 
     def _facts(self) -> dict[str, Any]:
         """What only the shell knows; see `Vitals.report` for the rest."""
@@ -336,6 +359,7 @@ class Server:
             **self.vitals.report(),
             "instance": self.settings.name,
             "directory": str(self.settings.path),
+            "page": self._url,
             "sessions_limit": self.settings.limits.sessions,
             "outboxes": waiting,
             "outbox_deepest": deepest,

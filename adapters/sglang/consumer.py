@@ -80,6 +80,10 @@ class Consumer:
             access=self._access,
         )
 
+    def stats(self) -> dict[str, int]:
+        """The table's counters, if there is one."""
+        return {} if self._table is None else self._table.stats()
+
     # --- the seams --------------------------------------------------------------------------------------------------
 
     def requests(self, original: Callable[[Any, Any], Any], scheduler: Any, arrived: Any) -> Any:

@@ -17,7 +17,6 @@ from tests.conftest import StartBroker
 from tests.kit import PATIENCE, BrokerProcess, RawClient, eventually
 
 COMMANDS = ("start", "status", "stop", "ls", "doctor", "demo")
-UNBUILT = ("--http",)
 
 
 def mmbroker(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -70,7 +69,7 @@ def test_the_version_is_the_packages() -> None:
 def test_nothing_loads_torch() -> None:
     """Neither the package nor the command line nor the daemon: it would take seconds, and memory for ever."""
     code = (
-        "import sys, mmbroker, mmbroker.cli, mmbroker.server, mmbroker.link, mmbroker.screen;"
+        "import sys, mmbroker, mmbroker.cli, mmbroker.server, mmbroker.link, mmbroker.screen, mmbroker.web.site;"
         "print(sorted({m.partition('.')[0] for m in sys.modules} & {'torch', 'numpy', 'sglang', 'transformers'}))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -114,14 +113,6 @@ def test_usage_errors(broker_root: Path, arguments: list[str]) -> None:
     assert result.stdout == "" and "Usage:" in result.stderr
 
 
-@pytest.mark.parametrize("flag", UNBUILT)
-def test_flags_of_later_versions_are_refused_and_not_listed(broker_root: Path, flag: str) -> None:
-    assert flag not in mmbroker("start", "--help").stdout
-    result = mmbroker("start", flag, "1", MMBROKER_DIR=str(broker_root))
-    assert result.returncode == 2
-    assert f"{flag}: this version has no web page" in result.stderr
-
-
 def test_settings_that_make_no_sense(broker_root: Path, tmp_path: Path) -> None:
     config = tmp_path / "settings.toml"
     config.write_text("host_mb = 3\n")
@@ -130,6 +121,7 @@ def test_settings_that_make_no_sense(broker_root: Path, tmp_path: Path) -> None:
         (mmbroker("start", "--config", "absent.toml", MMBROKER_DIR=str(broker_root)), "absent.toml"),
         (mmbroker("start", MMBROKER_DIR=str(broker_root), MMBROKER_HOST_MIB="much"), "host_mib"),
         (mmbroker("start", "--name", "../up", MMBROKER_DIR=str(broker_root)), "name"),
+        (mmbroker("start", "--http", "10.0.0.1:9400", MMBROKER_DIR=str(broker_root)), "ssh -L 9400"),
         (mmbroker("start", MMBROKER_DIR=str(broker_root / ("x" * 120))), "107"),
     ):
         assert result.returncode == 1
