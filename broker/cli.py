@@ -288,6 +288,58 @@ def _when_unlocked(lock: Path) -> threading.Thread:
     return thread
 
 
+# --- top ------------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@_which
+@click.option("--once", is_flag=True, help="Print one screen, with averages since the start, and end.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often to look.",
+)
+@click.option(
+    "--sort",
+    type=click.Choice(("held_bytes", "holds", "leases", "grants", "waiting", "fallbacks", "age", "name")),
+    default="held_bytes",
+    show_default=True,
+    help="What to sort clients by.",
+)
+def top(name: str | None, once: bool, interval: float, sort: str) -> None:
+    """Watch a broker: memory, rates, latencies, what waits, who holds what.
+
+    q ends it; s sorts the clients by something else.
+    """
+    from mmbroker.proto.messages import Report, Status
+
+    from . import top as screen
+    from .screen import console
+
+    out = console()
+    if not once and not (out.is_terminal and sys.stdin.isatty()):
+        raise click.UsageError(
+            "top needs a terminal; for scripts there are --once and `mmbroker status --json`"
+        )
+    link = _connect(_find(name))
+
+    def ask() -> dict[str, Any]:
+        answer = link.call(Status())
+        assert isinstance(answer, Report)
+        return answer.status
+
+    try:
+        if once:
+            screen.once(ask, out, sort)
+        else:
+            screen.watch(ask, out, sort, interval)
+    finally:
+        link.close()
+
+
 # --- doctor ---------------------------------------------------------------------------------------------------------
 
 
