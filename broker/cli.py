@@ -340,6 +340,56 @@ def top(name: str | None, once: bool, interval: float, sort: str) -> None:
         link.close()
 
 
+# --- profile --------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.argument("pid", type=click.IntRange(min=1))
+@click.option(
+    "--seconds", type=click.FloatRange(min=1), default=10.0, show_default=True, help="How long to look."
+)
+@click.option(
+    "--rate", type=click.IntRange(1, 1000), default=100, show_default=True, help="Samples a second."
+)
+@click.option(
+    "--rank",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Which scheduler, if PID has several.",
+)
+@click.option(
+    "--svg",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where to write the flame graph.  [default: mmbroker-profile-PID.svg]",
+)
+@click.option("--json", "as_json", is_flag=True, help="The same, for programs.")
+def profile(pid: int, seconds: float, rate: int, rank: int, svg: Path | None, as_json: bool) -> None:
+    """Say what an SGLang scheduler's thread spends its time on.
+
+    PID is the server's process or a scheduler's own; the broker need not be in use. Needs py-spy (pip install
+    'mmbroker[profile]'), and the right to look into that process. It is stopped for a moment at every sample.
+    """
+    from . import flame, profiling
+
+    found = profiling.schedulers(pid)
+    if rank >= len(found):
+        raise click.UsageError(f"process {pid} has {len(found)} scheduler(s): --rank counts from 0")
+    process = found[rank]
+    seen = profiling.record(process.pid, seconds, rate)
+    target = svg or Path(f"mmbroker-profile-{process.pid}.svg")
+    target.write_text(flame.draw(seen.stacks, f"process {process.pid}: {process.title}"))
+    told = profiling.report(seen, process, seconds)
+    if as_json:
+        click.echo(json.dumps({**told, "flame_graph": str(target)}, indent=1))
+        return
+    from .screen import show_profile
+
+    show_profile(told)
+    click.echo(f"flame graph: {target}")
+
+
 # --- doctor ---------------------------------------------------------------------------------------------------------
 
 

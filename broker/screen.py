@@ -263,3 +263,15 @@ def show_features(report: Mapping[str, Any], to: Console | None = None) -> None:
         )
     out.print(made)
     out.print(f"{len(report['largest'])} of {report['features']} features in {size(report['pool']['used'])}")
+
+
+def show_profile(told: Mapping[str, Any], to: Console | None = None) -> None:
+    """Print what a thread spends its time on."""
+    out = to or console()
+    out.print(Text(f"process {told['pid']}: {told['title']}"[: out.width], style="bold"))
+    made = table(f"{told['samples']} samples in {span(told['seconds'])}", "", ">share", "~mostly")
+    for kind, share in told["shares"].items():
+        functions = ", ".join(told["functions"].get(kind, {}))
+        made.add_row(kind, f"{share:.1%}", functions)
+    out.print(made)
+    out.print(Text(told["verdict"], style="bold"))

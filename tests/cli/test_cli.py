@@ -16,7 +16,7 @@ from mmbroker.proto.keys import Key
 from tests.conftest import StartBroker
 from tests.kit import PATIENCE, BrokerProcess, RawClient, eventually
 
-COMMANDS = ("start", "status", "stop", "ls", "top", "doctor", "demo")
+COMMANDS = ("start", "status", "stop", "ls", "top", "profile", "doctor", "demo")
 
 
 def mmbroker(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
