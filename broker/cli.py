@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 FAILED: Final = 1
 NO_BROKER: Final = 3
+#: How often `drain` looks whether it is over, in seconds.
+_LOOK: Final = 0.1
+#: Features that `evict` has dropped in one go: others are served in between.
+_AT_ONCE: Final = 256
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
@@ -270,6 +275,72 @@ def stop(name: str | None, timeout: float) -> None:
             f"the broker at {directory} is still ending after {timeout:g} s: see `mmbroker status`"
         )
     click.echo(f"the broker at {directory} has ended")
+
+
+@main.command()
+@_which
+@click.option("--undo", is_flag=True, help="Take new work again.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=300.0,
+    show_default=True,
+    help="Seconds to wait for what is held.",
+)
+def drain(name: str | None, undo: bool, timeout: float) -> None:
+    """Take no new work, and wait until nothing is held: then a restart costs no request anything.
+
+    Engines carry on meanwhile: they use what they have, and send new features their own way.
+    """
+    from mmbroker.proto.messages import Drain, Report, Status
+
+    directory = _find(name)
+    link = _connect(directory)
+    try:
+        link.call(Drain(not undo))
+        if undo:
+            click.echo(f"the broker at {directory} takes new work again")
+            return
+        end = time.monotonic() + timeout
+        while True:
+            answer = link.call(Status())
+            assert isinstance(answer, Report)
+            leases, holds = answer.status["leases"], answer.status["holds"]
+            if not leases + holds:
+                break
+            if time.monotonic() >= end:
+                raise BrokerError(
+                    f"{holds} hold(s) and {leases} lease(s) are left after {timeout:g} s: `mmbroker top` shows whose; "
+                    "the broker goes on draining, until `mmbroker drain --undo`"
+                )
+            time.sleep(_LOOK)
+    finally:
+        link.close()
+    click.echo(f"the broker at {directory} is drained: nothing is held. `mmbroker stop` ends it")
+
+
+@main.command()
+@_which
+@click.option("--namespace", metavar="NAME", help="Only what this namespace has in the cache.")
+@click.option("--json", "as_json", is_flag=True, help="The same, for programs.")
+def evict(name: str | None, namespace: str | None, as_json: bool) -> None:
+    """Drop the cache: features that nobody holds. Empty segments go back to the system a few seconds later."""
+    from mmbroker.proto.messages import Evict, Evicted
+
+    link = _connect(_find(name))
+    features = nbytes = 0
+    try:
+        while isinstance(answer := link.call(Evict(_AT_ONCE, namespace)), Evicted) and answer.features:
+            features += answer.features
+            nbytes += answer.nbytes
+    finally:
+        link.close()
+    if as_json:
+        click.echo(json.dumps({"features": features, "bytes": nbytes}))
+        return
+    from .screen import size
+
+    click.echo(f"evicted {features:,} features, {size(nbytes)}")
 
 
 def _when_unlocked(lock: Path) -> threading.Thread:

@@ -70,7 +70,7 @@ RULES: Final = (
     Rule("forward", "model_executor/"),
     Rule("idle", "", ("on_idle", "self_check_during_idle", "sleep", "poll", "select", "maybe_sleep")),
     Rule("idle", "zmq/"),
-    Rule("idle", "", ("recv_requests", "recv_limit_reached", "_pull_raw_reqs")),
+    Rule("idle", "", ("recv_requests", "recv_limit_reached", "_pull_raw_reqs", "sock_recv", "maybe_sleep_on_idle")),
 )  # fmt: skip
 
 

@@ -29,7 +29,8 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
     living = [s for s in books.sessions.values() if not s.ended]
     ghosts = [s for s in books.sessions.values() if s.ended]
     return {
-        "draining": broker.halting,
+        "draining": broker.admission.draining,
+        "halting": broker.halting,
         "health": health(broker, now),
         "pool": _pool(broker, "host"),
         "device": _pool(broker, "device") | _device(broker) if "device" in books.pools else None,

@@ -80,7 +80,8 @@ def show_status(report: Mapping[str, Any], to: Console | None = None) -> None:
     out.print(
         f"process {daemon['pid']}, up {span(daemon['uptime'])}, "
         f"{size(daemon['rss'])} resident apart from features"
-        + (", ending: it takes no new work" if report["draining"] else "")
+        + (", ending" if report["halting"] else "")
+        + (", draining: it takes no new work" if report["draining"] else "")
     )
     if not (health := report["health"])["ok"]:
         idle = span(health["last_finished_s"])

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import uvloop
 
+from mmbroker.proto import messages
 from mmbroker.proto.errors import BrokerError, BrokerUnavailable, PermissionDenied
 from mmbroker.proto.messages import (
     Answer,
@@ -75,6 +76,12 @@ log = logging.getLogger("mmbroker")
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: Time for clients to read their last answers, in seconds: ZeroMQ drops what is unread when a connection is cut.
 FAREWELL: Final = 0.1
+#: Calls of whoever runs the broker, and what nobody else may do.
+_OPERATORS: Final = {
+    Shutdown: "shut this broker down",
+    messages.Drain: "drain this broker",
+    messages.Evict: "evict from this broker",
+}
 #: A timer may be late by its clock's grain, but must not be early.
 _GRAIN: Final = 0.001
 
@@ -317,8 +324,9 @@ class Server:
     # --- control (Office) -------------------------------------------------------------------------------------------
 
     def called(self, session: int, call: Call) -> None:
-        if isinstance(call.body, Shutdown) and not self._operates(session):
-            text = f"only user {os.geteuid()} and root may shut this broker down"
+        what = _OPERATORS.get(type(call.body))
+        if what is not None and not self._operates(session):
+            text = f"only user {os.geteuid()} and root may {what}"
             self.control.send(session, Answer(call.seq, Failed(PermissionDenied.__name__, text)))
             return
         if isinstance(call.body, Released):

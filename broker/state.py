@@ -64,6 +64,8 @@ class Broker:
             m.Released: self._released,
             m.Status: self._status,
             m.Shutdown: self._shutdown,
+            m.Drain: self._set_draining,
+            m.Evict: self._evict,
             m.Abort: lambda s, _seq, call, now, _: self.leases.abort(s, call.leases, now),
             m.Drop: lambda s, _seq, call, now, _: self.holds.drop(s, call.holds, now),
             m.Unpin: lambda s, _seq, call, now, _: self.leases.unpin(s, call.leases, now),
@@ -293,6 +295,19 @@ class Broker:
     def _shutdown(self, session: Session, seq: int, call: m.Shutdown, now: float, deadline: float) -> None:
         self.books.respond(session, seq, m.Done())
         self._drain(Drain().grace, now)
+
+    def _set_draining(self, session: Session, seq: int, call: m.Drain, now: float, deadline: float) -> None:
+        if call.on:
+            self.admission.drain()
+        elif not self.halting:
+            self.admission.draining = False
+        self.books.respond(session, seq, m.Done())
+
+    def _evict(self, session: Session, seq: int, call: m.Evict, now: float, deadline: float) -> None:
+        before = sum(pool.used for pool in self.books.pools.values())
+        features = self.books.evict_oldest(call.most, call.namespace, now)
+        freed = before - sum(pool.used for pool in self.books.pools.values())
+        self.books.respond(session, seq, m.Evicted(features, freed))
 
     def _device_call(self, session: Session, seq: int, call: Any, now: float, deadline: float) -> None:
         replicas = self.holds.replicas

@@ -16,7 +16,7 @@ from mmbroker.proto.keys import Key
 from tests.conftest import StartBroker
 from tests.kit import PATIENCE, BrokerProcess, RawClient, eventually
 
-COMMANDS = ("start", "status", "stop", "ls", "top", "profile", "doctor", "demo")
+COMMANDS = ("start", "status", "stop", "drain", "evict", "ls", "top", "profile", "doctor", "demo")
 
 
 def mmbroker(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -76,7 +76,9 @@ def test_nothing_loads_torch() -> None:
     assert result.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("arguments", [["status"], ["status", "--json"], ["ls"], ["stop"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["status"], ["status", "--json"], ["ls"], ["stop"], ["drain"], ["evict"]], ids=" ".join
+)
 def test_no_broker_there(broker_root: Path, arguments: list[str]) -> None:
     result = mmbroker(*arguments, MMBROKER_DIR=str(broker_root))
     assert result.returncode == 3
@@ -281,3 +283,33 @@ def test_names_are_shown_as_they_are(broker: BrokerProcess) -> None:
     assert (result.returncode, result.stderr) == (0, "")
     for shown in ("[red]w[/red]", "Engine [/no] [bold]e", "[b]puts 7"):
         assert shown in result.stdout
+
+
+def test_drain_waits_for_what_is_held(broker: BrokerProcess) -> None:
+    with RawClient(broker.directory, name="worker") as client:
+        put(client, "x", 1)
+        eventually(lambda: broker.status()["holds"] == 1, "a hold")
+        result = mmbroker("drain", "--timeout", "0.01")
+        assert result.returncode == 1
+        said = one_sentence(result)
+        assert "1 hold(s) and 0 lease(s) are left" in said and "drain --undo" in said
+        assert "draining" in mmbroker("status").stdout
+        refused = client.call(m.Create([m.Item(Key.caller("y"), tensor_form("uint8", (1,), "image"))]))
+        assert isinstance(refused, m.Failed) and refused.error == "BrokerLost"
+    result = mmbroker("drain")
+    assert (result.returncode, result.stderr) == (0, "") and "is drained" in result.stdout
+    assert "takes new work again" in mmbroker("drain", "--undo").stdout
+    with RawClient(broker.directory) as client:
+        create(client, "z", 1)
+
+
+def test_evict_drops_the_cache(broker: BrokerProcess) -> None:
+    with RawClient(broker.directory, name="worker") as client:
+        for number in range(300):
+            put(client, f"x{number}", 4)
+        client.answer(client.seq)
+    eventually(lambda: broker.status()["features_idle"] == 300, "300 features in the cache")
+    assert mmbroker("evict", "--namespace", "another").stdout == "evicted 0 features, 0 B\n"
+    assert mmbroker("evict").stdout == "evicted 300 features, 1.17 MiB\n"
+    assert json.loads(mmbroker("evict", "--json").stdout) == {"features": 0, "bytes": 0}
+    assert broker.status()["features"] == 0

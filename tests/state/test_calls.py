@@ -178,7 +178,7 @@ def test_open_leases_may_be_sealed_and_no_new_ones_are_given() -> None:
     (lease,) = peer.lease(item("x", 8))
     seq = other.create(item("y", 8))
     drain(shell)
-    assert "shutting down" in failed(other, seq, "BrokerLost").message
+    assert "draining" in failed(other, seq, "BrokerLost").message
     other.failure(m.Create([item("z")]), "BrokerLost")
     assert not shell.halted
     refs(peer, peer.seal([lease]))
