@@ -122,6 +122,14 @@ def main() -> None:
     "--config", type=click.Path(dir_okay=False), metavar="FILE", help="A TOML file with further settings."
 )
 @click.option(
+    "--log-format", type=click.Choice(("text", "json")), help="How to write the log.  [default: text]"
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(("debug", "info", "warning", "error")),
+    help="What to write into it, at least.  [default: info]",
+)
+@click.option(
     "--http",
     metavar="127.0.0.1:PORT",
     help="Show a page, metrics and health there, to this machine only.  [default: nowhere]",
@@ -485,6 +493,32 @@ def doctor(ctx: click.Context, name: str | None, as_json: bool) -> None:
         show_checks(checks)
     if not passed(checks):
         ctx.exit(FAILED)
+
+
+# --- bench ----------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="The same, for programs.")
+@click.option("--quick", is_flag=True, help="A second or two, to see that it works; its figures say little.")
+def bench(as_json: bool, quick: bool) -> None:
+    """Measure a broker on this machine, beside what the machine can do at all. Takes less than two minutes.
+
+    It starts a broker and an engine of its own, and needs torch. Run it while nothing else does.
+    """
+    from . import selftest
+
+    def say(what: str) -> None:
+        if not as_json:
+            click.echo(f"measuring {what}", err=True)
+
+    found = selftest.run(selftest.QUICK if quick else selftest.Plan(), say)
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    from .screen import show_bench
+
+    show_bench(found)
 
 
 # --- demo -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -53,6 +53,8 @@ class _Own(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     client_budget_mib: Annotated[int, Meta(ge=0)] = 0
     engine_mib: Annotated[int, Meta(ge=0)] = 0
     namespace_mib: Annotated[int, Meta(ge=0)] = 0
+    log_format: Literal["text", "json"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     http: str = ""  # where the page listens; empty: nowhere
     allow_uid: frozenset[Annotated[int, Meta(ge=0, lt=(1 << 32) - 1)]] = frozenset()
 

@@ -6,6 +6,8 @@ from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from mmbroker.proto.tags import session_tag
+
 from .health import health
 from .records import Engine, Feature, Request, Session
 
@@ -48,8 +50,8 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
             "bytes": broker.limits.client_budget_bytes,
         },
         "namespaces": _namespaces(broker),
-        "sessions": [_session(s, now) for s in living],
-        "ghosts": [_session(s, now) for s in ghosts],
+        "sessions": [_session(s, session_tag(books.boot, s.number), now) for s in living],
+        "ghosts": [_session(s, session_tag(books.boot, s.number), now) for s in ghosts],
         "engines": [_engine(broker, engine, now) for engine in books.engines.values()],
         "waiting": [_request(broker, r, now) for r in _waiting(broker)],
         "waiting_for": dict(Counter(request.reason.value for request in _all_waiting(broker).values())),
@@ -123,9 +125,10 @@ def _namespaces(broker: Broker) -> list[dict[str, Any]]:
     ]
 
 
-def _session(session: Session, now: float) -> dict[str, Any]:
+def _session(session: Session, tag: str, now: float) -> dict[str, Any]:
     return {
         "name": session.name,
+        "tag": tag,
         "uid": session.uid,
         "pid": session.pid,
         "namespace": session.namespace,

@@ -266,6 +266,29 @@ def show_features(report: Mapping[str, Any], to: Console | None = None) -> None:
     out.print(f"{len(report['largest'])} of {report['features']} features in {size(report['pool']['used'])}")
 
 
+def latency(seconds: float | None) -> str:
+    """A short time for people."""
+    if seconds is None:
+        return "-"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else span(seconds)
+
+
+def show_bench(found: Mapping[str, Any], to: Console | None = None) -> None:
+    """Print what the self-test measured."""
+    out = to or console()
+    made = table("", "~", ">here", ">limit", "~that is")
+    for line in found["lines"]:
+        shown = [
+            f"{value / 1e9:.3g} GB/s" if line["unit"] == "B/s" else latency(value)
+            for value in (line["value"], line["limit"])
+        ]
+        made.add_row(line["name"], *shown, Text(line["verdict"], style="" if line["fine"] else "yellow"))
+    out.print(made)
+    out.print(Text(found["verdict"], style="bold"))
+
+
 def show_profile(told: Mapping[str, Any], to: Console | None = None) -> None:
     """Print what a thread spends its time on."""
     out = to or console()

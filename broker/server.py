@@ -12,7 +12,6 @@ import os
 import resource
 import secrets
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,10 +25,12 @@ from mmbroker.proto import messages
 from mmbroker.proto.errors import BrokerError, BrokerUnavailable, PermissionDenied
 from mmbroker.proto.messages import (
     Answer,
+    Attached,
     Call,
     Failed,
     Hello,
     Released,
+    Reply,
     Report,
     SegmentFd,
     Shutdown,
@@ -37,8 +38,9 @@ from mmbroker.proto.messages import (
     encode,
 )
 from mmbroker.proto.reference import BOOT_BYTES
+from mmbroker.proto.tags import boot_tag, session_tag
 
-from . import cuda, report
+from . import cuda, logs, report
 from .arena import memory
 from .arena.device import DeviceSegment
 from .arena.host import HostSegment
@@ -82,6 +84,8 @@ _OPERATORS: Final = {
     messages.Drain: "drain this broker",
     messages.Evict: "evict from this broker",
 }
+#: Clients that come and go all the time.
+_PASSERS_BY: Final = ("mmbroker-cli",)
 #: A timer may be late by its clock's grain, but must not be early.
 _GRAIN: Final = 0.001
 
@@ -93,7 +97,7 @@ def serve(settings: Settings) -> int:
 
     Raises `InstanceError` if the instance directory cannot be used.
     """
-    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s", stream=sys.stderr)
+    logs.set_up(settings.log_format, settings.log_level)
     return uvloop.run(Server(settings).run())
 
 
@@ -152,6 +156,7 @@ class Server:
         self.control.listen()
         self.lifelines.listen()
         self.vitals.watch_loop()
+        log.info("ready", extra=logs.about(directory=self.settings.path, boot=boot_tag(self.boot)))
         for effect in self.broker.start():
             self._carry_out(effect)
         device = f", device arena on {self.settings.limits.device} up to {self.settings.device_mib} MiB"
@@ -230,6 +235,7 @@ class Server:
             case Respond(session, seq, Report(status)):
                 self.control.send(session, Answer(seq, Report(self._told(session, status))))
             case Respond(session, seq, body):
+                self._note(session, body)
                 self.control.send(session, Answer(seq, body))
             case Notify(session, notice):
                 self.control.send(session, notice)
@@ -300,8 +306,15 @@ class Server:
                 welcome.session, peer.uid, peer.pid, hello.name, welcome.namespace, traceable=peer.pidfd >= 0
             )
         )
+        self._say_session("connected", welcome.session)
+
+    def _say_session(self, what: str, session: int) -> None:
+        about = self._about(session)
+        level = logging.DEBUG if about["client"] in _PASSERS_BY else logging.INFO
+        log.log(level, "a client has %s", what, extra=logs.about(**about))
 
     def ended(self, session: int, alive: bool) -> None:
+        self._say_session("left" if alive else "ended", session)
         del self.peers[session]
         self.control.forget(session)
         self._doubtful.append(session)
@@ -343,6 +356,28 @@ class Server:
 
     def lost(self, session: int, error: BrokerError | None) -> None:
         self.lifelines.end(session, error)
+
+    # --- log --------------------------------------------------------------------------------------------------------
+
+    def _about(self, session: int) -> dict[str, Any]:
+        """Whose record it is."""
+        tag = session_tag(self.boot, session)
+        peer, known = self.peers.get(session), self.broker.books.sessions.get(session)
+        return {
+            "client": known.name if known is not None else "",
+            "process": peer.pid if peer is not None else "",
+            "session": tag,
+            "engine": known.engine.name if known is not None and known.engine is not None else "",
+        }
+
+    def _note(self, session: int, body: Reply) -> None:
+        """Answers that an operator wants to know of."""
+        if isinstance(body, Attached):
+            words = "a rank has attached" if body.complete else "a rank has attached, others are awaited"
+            log.info(words, extra=logs.about(**self._about(session)))
+        elif isinstance(body, Failed):
+            extra = logs.about(**self._about(session), error=body.error, **body.figures)
+            log.info("a call failed: %s", body.message, extra=extra)
 
     # --- status -----------------------------------------------------------------------------------------------------
 

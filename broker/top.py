@@ -20,7 +20,7 @@ from rich.text import Text
 from mmbroker.proto.errors import BrokerError
 
 from .overview import overview
-from .screen import size, span, table
+from .screen import latency, size, span, table
 
 #: What clients can be sorted by: key, the largest first; names from a.
 SORTS: Final = ("held_bytes", "holds", "leases", "grants", "waiting", "fallbacks", "age", "name")
@@ -156,7 +156,7 @@ def _rates(view: View) -> Iterator[Text]:
     )
     yield Text(
         f"{view['features']['held']} held, {view['features']['cached']} cached, {view['leases']} leases, "
-        f"{view['holds']} holds, loop {_time(view['loop_lag'])} late, {size(view['resident'])} resident"
+        f"{view['holds']} holds, loop {latency(view['loop_lag'])} late, {size(view['resident'])} resident"
     )
 
 
@@ -164,19 +164,10 @@ def _latencies(view: View) -> Table:
     made = table(f"Latencies in the last {span(view['seconds'])}", "", ">count", ">p50", ">p99")
     for name, found in view["latencies"].items():
         if found["count"]:
-            made.add_row(name, f"{found['count']:,}", *(_time(found[p]) for p in ("p50", "p99")))
+            made.add_row(name, f"{found['count']:,}", *(latency(found[p]) for p in ("p50", "p99")))
     if not made.row_count:
         made.add_row("nothing happened", "", "", "")
     return made
-
-
-def _time(seconds: float | None) -> str:
-    """A latency for people."""
-    if seconds is None:
-        return "-"
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else span(seconds)
 
 
 def _trouble(view: View) -> Iterator[Text]:

@@ -16,7 +16,7 @@ from mmbroker.proto.keys import Key
 from tests.conftest import StartBroker
 from tests.kit import PATIENCE, BrokerProcess, RawClient, eventually
 
-COMMANDS = ("start", "status", "stop", "drain", "evict", "ls", "top", "profile", "doctor", "demo")
+COMMANDS = ("start", "status", "stop", "drain", "evict", "ls", "top", "profile", "doctor", "bench", "demo")
 
 
 def mmbroker(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
