@@ -383,8 +383,8 @@ def _when_unlocked(lock: Path) -> threading.Thread:
 )
 @click.option(
     "--sort",
-    type=click.Choice(("held_bytes", "holds", "leases", "grants", "waiting", "fallbacks", "age", "name")),
-    default="held_bytes",
+    type=click.Choice(("bytes", "holds", "leases", "grants", "waiting", "fallbacks", "age", "name")),
+    default="bytes",
     show_default=True,
     help="What to sort clients by.",
 )

@@ -19,9 +19,26 @@ Report = Mapping[str, Any]
 Samples = Iterable[tuple[tuple[str, ...], Any]]
 
 CALLS: Final = tuple(kind.__name__.lower() for kind in get_args(Body))
-WAITS: Final = ("room", "budget", "flight")
+WAITS: Final = ("room", "budget", "client", "flight")
 EVICTIONS: Final = ("watermark", "count", "room", "retired", "linger", "request")
 REFUSALS: Final = ("pool_full", "quota_refusals", "engine_lagging", "no_such_engine", "conflicts")
+QUOTAS: Final = (
+    *(
+        "pending_per_session",
+        "items_per_call",
+        "parts_per_call",
+        "features_per_session",
+        "features_per_engine",
+    ),
+    *(
+        "client_budget_features",
+        "client_budget_mib",
+        "session_mib",
+        "features_per_namespace",
+        "namespace_mib",
+        "seal",
+    ),
+)
 LOSSES: Final = ("leases_broken", "holds_orphaned", "slots_abandoned", "grants_failed", "loads_lost")
 ODDITIES: Final = (
     *("unknown_holds", "unknown_leases", "unanswerable_calls", "repeated_calls", "tallies_refused"),
@@ -235,6 +252,7 @@ METRICS: Final = (
     _counter("waits", "Calls that had to wait.", _counted(WAITS, "waits_{}"), ("reason",)),
     _counter("expired", "Waits that ended at their deadline.", _counted(WAITS, "expired_{}"), ("reason",)),
     _counter("refusals", "Calls refused, by the error.", _counted(REFUSALS), ("reason",)),
+    _counter("quota_refusals", "Of these, by the setting.", _counted(QUOTAS, "quota_refusals_{}"), ("setting",)),
     _counter("losses", "What deaths and failures cost.", _counted(LOSSES), ("kind",)),
     _counter("oddities", "What should be rare: races and nonsense.", _counted(ODDITIES), ("kind",)),
     _counter("fallbacks", "Features that went an engine's own way, told by all clients ever.",

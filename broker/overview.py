@@ -105,11 +105,11 @@ def _latency(report: Report, before: Report | None, figure: str) -> dict[str, An
 def _holders(report: Report) -> list[dict[str, Any]]:
     everybody = [{**s, "ended": False} for s in report["sessions"]]
     everybody += [{**s, "ended": True} for s in report["ghosts"]]
-    return sorted(everybody, key=lambda session: -session["held_bytes"])
+    return sorted(everybody, key=lambda session: -session["bytes"])
 
 
 def _client(session: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("name", "pid", "age", "leases", "holds", "held_bytes", "grants", "waiting", "engine", "ended")
+    names = ("name", "pid", "age", "leases", "holds", "bytes", "grants", "waiting", "engine", "ended")
     return {
         **{name: session[name] for name in names},
         "fallbacks": sum(fallbacks(session["tally"]).values()),

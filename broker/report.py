@@ -138,7 +138,6 @@ def _session(session: Session, tag: str, now: float) -> dict[str, Any]:
         "holds": len(session.holds),
         "bytes": session.nbytes,
         "grants": len(session.grants),
-        "held_bytes": sum(hold.feature.slot.nbytes for hold in session.holds.values()),
         "unacked": len(session.unacked),
         "waiting": len(session.requests) + len(session.tickets),
         "quarantined": sum(slot.nbytes for slot in session.quarantine),

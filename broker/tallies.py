@@ -30,7 +30,7 @@ class Tallies:
         self._sum: Counter[str] = Counter()
 
     def hear(self, session: Session, counts: Mapping[str, int]) -> bool:
-        """A session's own counters, cumulative, by name. False if there are too many, or too long or unprintable ones."""
+        """A session's own counters, cumulative, by name. False: too many, too long, or unprintable."""
         if len(counts) > NAMES or any(len(name) > NAME_LIMIT or not name.isprintable() for name in counts):
             return False
         earlier = None if session.tally else self._gone.get(_client(session))

@@ -23,8 +23,8 @@ from .overview import overview
 from .screen import latency, size, span, table
 
 #: What clients can be sorted by: key, the largest first; names from a.
-SORTS: Final = ("held_bytes", "holds", "leases", "grants", "waiting", "fallbacks", "age", "name")
-_HEADINGS: Final = {"held_bytes": "held"}
+SORTS: Final = ("bytes", "holds", "leases", "grants", "waiting", "fallbacks", "age", "name")
+_HEADINGS: Final = {"bytes": "held"}
 _BAR: Final = 30
 
 View = Mapping[str, Any]
@@ -215,7 +215,7 @@ def _clients(view: View, sort: str, count: int) -> Table:
             client["name"],
             str(client["pid"]),
             span(client["age"]),
-            size(client["held_bytes"]),
+            size(client["bytes"]),
             *(str(client[name]) for name in ("holds", "leases", "waiting", "fallbacks")),
             "ended" if client["ended"] else "rank" if client["engine"] else "",
         )

@@ -30,7 +30,7 @@ def parse(text: str) -> Address:
         raise ValueError(f"expected 127.0.0.1:PORT, not {text!r}")
     if host not in LOOPBACK:
         raise ValueError(
-            f"{host or 'any address'} can be reached from other machines, and the page has no passwords: use "
+            f"{host or 'any address'} can be reached from other machines, and the page is for this machine: use "
             f"127.0.0.1:{port}, and a tunnel (ssh -L {port}:127.0.0.1:{port} ...) to see it from elsewhere"
         )
     return Address(host, int(port))

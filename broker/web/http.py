@@ -10,6 +10,7 @@ import asyncio
 import logging
 import re
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -61,8 +62,26 @@ class Feed(Protocol):
 
 
 class Site(Protocol):
-    def get(self, path: str) -> Page | Feed | None:
-        """What is at a path, if anything."""
+    def get(self, path: str, reader: Callable[[], int | None]) -> Page | Feed | None:
+        """What is at a path, if anything. `reader` tells who asks, as a user id; None: that cannot be seen."""
+
+
+def owner(ours: tuple[str, int], theirs: tuple[str, int]) -> int | None:
+    """The user whose socket is at `ours` and connected to `theirs`, both on this machine, as the kernel lists it."""
+    places = [_listed(place) for place in (ours, theirs)]
+    with open("/proc/net/tcp6" if ":" in ours[0] else "/proc/net/tcp") as table:
+        for line in table:
+            fields = line.split()
+            if fields[1:3] == places:
+                return int(fields[7])
+    return None
+
+
+def _listed(place: tuple[str, int]) -> str:
+    """An address as the kernel lists it: words of four bytes in this machine's order, then the port."""
+    packed = socket.inet_pton(socket.AF_INET6 if ":" in place[0] else socket.AF_INET, place[0])
+    words = (packed[at : at + 4] for at in range(0, len(packed), 4))
+    return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words) + f":{place[1]:04X}"
 
 
 class Listener:
@@ -159,7 +178,7 @@ class Connection(asyncio.Protocol):
             self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "GET only", {"Allow": "GET"})
         else:
             path = request.target.partition(b"?")[0].decode("ascii", "replace")
-            found = self._listener.site.get(path)
+            found = self._listener.site.get(path, self._reader)
             if found is None:
                 self._refuse(HTTPStatus.NOT_FOUND, "there is /, /metrics, /healthz and /events")
             elif isinstance(found, Page):
@@ -168,6 +187,10 @@ class Connection(asyncio.Protocol):
                 self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"{FEEDS} pages are open, which is the limit")
             else:
                 self._feed(found)
+
+    def _reader(self) -> int | None:
+        peer, own = self._transport.get_extra_info("peername"), self._transport.get_extra_info("sockname")
+        return owner(peer[:2], own[:2])
 
     # --- answers ----------------------------------------------------------------------------------------------------
 

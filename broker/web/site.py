@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import os
 import re
 import time
 from collections import deque
@@ -56,7 +57,11 @@ class Site:
     def close(self) -> None:
         self._timer.cancel()
 
-    def get(self, path: str) -> Page | Feed | None:
+    def get(self, path: str, reader: Callable[[], int | None]) -> Page | Feed | None:
+        """Figures are for everybody on this machine; whose they are, only for whoever runs the broker."""
+        if path in ("/", "/events") and reader() not in (os.geteuid(), 0):
+            told = f"the page is for user {os.geteuid()} and root; others see what is theirs with `mmbroker status`\n"
+            return Page(told.encode(), status=403)
         match path:
             case "/":
                 return _page()

@@ -115,7 +115,7 @@ def clients(shown: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("sort", "first"), [("held_bytes", "worker-a"), ("holds", "worker-b"), ("name", "worker-a")]
+    ("sort", "first"), [("bytes", "worker-a"), ("holds", "worker-b"), ("name", "worker-a")]
 )
 def test_clients_are_sorted(busy: BrokerProcess, sort: str, first: str) -> None:
     result = mmbroker("top", "--once", "--sort", sort, MMBROKER_DIR=str(busy.root))

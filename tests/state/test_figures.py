@@ -103,7 +103,7 @@ def test_held_and_leased_bytes_are_told() -> None:
     peer.lease(item("y", 3))
     report = shell.report()
     assert report["leased_bytes"] == 3 * PAGE
-    assert [session["held_bytes"] for session in report["sessions"]] == [2 * PAGE]
+    assert [session["bytes"] for session in report["sessions"]] == [5 * PAGE], "both"
 
 
 # --- tallies of clients that are gone ---

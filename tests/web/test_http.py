@@ -8,7 +8,7 @@ import re
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from mmbroker.proto.keys import Key
 from mmbroker.web import http
 from mmbroker.web.address import parse
 from tests.conftest import StartBroker
-from tests.kit import PATIENCE, BrokerProcess, RawClient, eventually
+from tests.kit import PATIENCE, BrokerProcess, Puppet, RawClient, eventually
 
 
 @pytest.fixture
@@ -180,6 +180,44 @@ def test_the_page_may_use_nothing_but_itself(paged: BrokerProcess) -> None:
 
 
 # --- who asks, and how ---
+
+
+def test_another_user_sees_figures_and_not_whose_they_are(
+    paged: BrokerProcess, puppet: Callable[..., Puppet]
+) -> None:
+    """The tests run as root or as one user; another one can only be had by root."""
+    with connect(paged) as line:
+        assert http.owner(line.getsockname(), line.getpeername()) == os.geteuid()
+        assert http.owner(("127.0.0.1", 1), line.getpeername()) is None
+    if os.geteuid() == 0:
+        stranger = puppet(["setpriv", "--reuid=1234", "--clear-groups"])
+        ask = f"""
+            import urllib.request, urllib.error
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({{}}))
+            def ask(path):
+                try:
+                    return opener.open({url(paged)!r} + path).status
+                except urllib.error.HTTPError as error:
+                    return error.code
+        """
+        stranger(ask)
+        assert stranger("result = [ask(p) for p in ('', 'events', 'metrics', 'healthz')]") == [
+            403,
+            403,
+            200,
+            200,
+        ]
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
+def test_who_owns_a_connection(family: int) -> None:
+    host = "::1" if family == socket.AF_INET6 else "127.0.0.1"
+    with socket.socket(family) as server:
+        server.bind((host, 0))
+        server.listen(1)
+        with socket.create_connection(server.getsockname()[:2]) as line:
+            assert http.owner(line.getsockname()[:2], line.getpeername()[:2]) == os.geteuid()
+            assert http.owner(line.getsockname()[:2], (host, 1)) is None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:1234", "LOCALHOST", "[::1]:80"])

@@ -175,7 +175,14 @@ def test_the_closed_lists_are_the_codes() -> None:
 
 
 #: Counters whose names end with what was counted.
-PREFIXES = ("evictions_", "replicas_evicted_", "waits_", "expired_", *(f"{call}_" for call in CALLS))
+PREFIXES = (
+    "evictions_",
+    "replicas_evicted_",
+    "waits_",
+    "expired_",
+    "quota_refusals_",
+    *(f"{call}_" for call in CALLS),
+)
 #: Sums of others.
 UNTOLD = {"evictions", "replicas_evicted", "waits"}
 
