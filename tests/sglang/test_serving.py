@@ -8,6 +8,7 @@ from urllib.error import HTTPError
 
 import pytest
 
+from mmbroker import profiling
 from mmbroker.adapters.sglang import export
 from tests.kit import eventually
 
@@ -165,3 +166,13 @@ def test_sglangs_own_metrics_have_the_engines_side(scene: kit.Scene, served: dic
     assert found["mmbroker_engine_receiver_seconds_total"] > 0
     assert found["mmbroker_engine_take_misses_total"] == found["mmbroker_engine_worker_fallbacks_total"] == 0
     assert any(name.startswith("sglang:") for name in found), "beside SGLang's own"
+
+
+def test_the_schedulers_thread_can_be_looked_at(scene: kit.Scene) -> None:
+    """`mmbroker profile` finds the scheduler in the server's family, and knows what its thread does at rest."""
+    (scheduler,) = profiling.schedulers(scene.engine.process.pid)
+    assert "sglang::scheduler" in scheduler.title
+    profile = profiling.record(scheduler.pid, 1.0, 50)
+    assert profile.samples > 10
+    assert profile.share("idle") > 0.5
+    assert profile.share("schedule") < 0.2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,8 @@ def test_the_dashboards_panels_share_one_time_axis() -> None:
     places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in dashboard["panels"]]
     assert len(set(places)) == len(places)
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_the_dashboard_is_its_makers() -> None:
+    maker = runpy.run_path(str(DASHBOARD.with_name("make_dashboard.py")))
+    assert json.loads(DASHBOARD.read_text()) == maker["dashboard"]()
