@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import count
+from typing import Final
 
 from mmbroker.proto.errors import InvalidMessage
 from mmbroker.proto.form import check_form
@@ -23,6 +24,8 @@ from .pool import Slot
 from .quotas import Demand, Quotas
 from .records import Engine, Feature, Hold, Place, Request, Session, Wait
 from .room import Room
+
+_DRAINING: Final = "the broker is draining and takes no new work: send another way until it is back"
 
 
 class Admission:
@@ -67,13 +70,13 @@ class Admission:
 
     def _refusal(self, session: Session, items: list[Item], tier: str, lookup: bool) -> Failed | None:
         """Why a call can never be served, if so: the limit, the figures, the next step."""
+        if self.draining and items:
+            return Failed("BrokerLost", _DRAINING)
         refused = self.quotas.batch(session, items)
         if refused is not None:
             return refused
         if lookup:
             return None
-        if self.draining:
-            return Failed("BrokerLost", "the broker is shutting down: send another way until it is back")
         try:
             for item in items:
                 check_form(item.form)
@@ -164,6 +167,10 @@ class Admission:
                 results.append(None)
             else:
                 results.append(Pending())
+        if request.waited:
+            books.figures.wait_seconds.observe(now - request.since)
+        if not request.lookup:
+            books.figures.create_items.observe(len(request.items))
         self._forget(request)
         deadline = request.timer.when if request.timer is not None else now
         if request.lookup:
@@ -195,6 +202,7 @@ class Admission:
     # --- waiting ----------------------------------------------------------------------------------------------------
 
     def _wait(self, request: Request, now: float) -> None:
+        request.waited = True
         self.books.counters["waits"] += 1
         self.books.counters[f"waits_{request.reason.value}"] += 1
         if request.reason is not Wait.FLIGHT:
@@ -310,7 +318,7 @@ class Admission:
         for request in {r.number: r for r in waiting}.values():
             self._finish(
                 request,
-                Failed("BrokerLost", "the broker is shutting down: send another way until it is back"),
+                Failed("BrokerLost", _DRAINING),
             )
 
     # --- deadlines --------------------------------------------------------------------------------------------------

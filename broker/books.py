@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import count, islice
 from typing import TypeVar
 
 from mmbroker.proto.messages import Dismissed, Failed, Grant, Granted, Reply, Report, Retired
 
 from .arena.allocator import PAGE, round_up
 from .events import Discard, Effect, Limits, Notify, Respond, SendSegment
+from .figures import Figures
 from .pool import Pool, Segment, Slot
 from .records import Engine, Feature, Lease, Place, Replica, Session
 from .timers import Timers
@@ -99,6 +100,7 @@ class Books:
         self.timers = Timers()
         self.out = Outbox()
         self.counters: Counter[str] = Counter()
+        self.figures = Figures()
         self.sessions: dict[int, Session] = {}
         self.engines: dict[tuple[str, str], Engine] = {}
         self.features: dict[Place, Feature] = {}
@@ -192,6 +194,20 @@ class Books:
             self.abandon(entry.slot, now)
         else:
             self.free(entry.slot, now)
+
+    def evict_oldest(self, most: int, namespace: str | None, now: float) -> int:
+        """Forget idle features as an operator wishes, those of all namespaces or of one; how many."""
+        count = 0
+        for (_, owner), resting in list(self.idle.items()):
+            if namespace in (None, owner):
+                features = (entry for entry in list(resting.values()) if isinstance(entry, Feature))
+                for feature in islice(features, max(0, most - count)):
+                    if (
+                        feature.number in self.numbered
+                    ):  # else evicted with one before it, that was tainted too
+                        self.evict(feature, "request", now)
+                        count += 1
+        return count
 
     def trim(self, now: float) -> None:
         """Keep the watermark's share of the host arena free, and the number of idle features bounded."""

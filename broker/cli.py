@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 FAILED: Final = 1
 NO_BROKER: Final = 3
+#: How often `drain` looks whether it is over, in seconds.
+_LOOK: Final = 0.1
+#: Features that `evict` has dropped in one go: others are served in between.
+_AT_ONCE: Final = 256
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
@@ -72,18 +77,6 @@ def main() -> None:
 # --- start ----------------------------------------------------------------------------------------------------------
 
 
-def _not_yet(ctx: click.Context, option: click.Parameter, value: object) -> None:
-    if value is not None:
-        raise click.UsageError(f"{option.opts[0]}: this version has no web page", ctx)
-
-
-def _absent(command: _Command) -> _Command:
-    """Options that a later version will have. They are refused by name, and not listed."""
-    for name in ("--http",):
-        command = click.option(name, hidden=True, expose_value=False, callback=_not_yet)(command)
-    return command
-
-
 @main.command()
 @click.option("--cpu", is_flag=True, help="A broker with a host arena only. The default.")
 @click.option(
@@ -128,7 +121,19 @@ def _absent(command: _Command) -> _Command:
 @click.option(
     "--config", type=click.Path(dir_okay=False), metavar="FILE", help="A TOML file with further settings."
 )
-@_absent
+@click.option(
+    "--log-format", type=click.Choice(("text", "json")), help="How to write the log.  [default: text]"
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(("debug", "info", "warning", "error")),
+    help="What to write into it, at least.  [default: info]",
+)
+@click.option(
+    "--http",
+    metavar="127.0.0.1:PORT",
+    help="Show a page, metrics and health there, to this machine only.  [default: nowhere]",
+)
 def start(cpu: bool, config: str | None, **flags: Any) -> None:
     """Run a broker in the foreground.
 
@@ -280,6 +285,72 @@ def stop(name: str | None, timeout: float) -> None:
     click.echo(f"the broker at {directory} has ended")
 
 
+@main.command()
+@_which
+@click.option("--undo", is_flag=True, help="Take new work again.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=300.0,
+    show_default=True,
+    help="Seconds to wait for what is held.",
+)
+def drain(name: str | None, undo: bool, timeout: float) -> None:
+    """Take no new work, and wait until nothing is held: then a restart costs no request anything.
+
+    Engines carry on meanwhile: they use what they have, and send new features their own way.
+    """
+    from mmbroker.proto.messages import Drain, Report, Status
+
+    directory = _find(name)
+    link = _connect(directory)
+    try:
+        link.call(Drain(not undo))
+        if undo:
+            click.echo(f"the broker at {directory} takes new work again")
+            return
+        end = time.monotonic() + timeout
+        while True:
+            answer = link.call(Status())
+            assert isinstance(answer, Report)
+            leases, holds = answer.status["leases"], answer.status["holds"]
+            if not leases + holds:
+                break
+            if time.monotonic() >= end:
+                raise BrokerError(
+                    f"{holds} hold(s) and {leases} lease(s) are left after {timeout:g} s: `mmbroker top` shows whose; "
+                    "the broker goes on draining, until `mmbroker drain --undo`"
+                )
+            time.sleep(_LOOK)
+    finally:
+        link.close()
+    click.echo(f"the broker at {directory} is drained: nothing is held. `mmbroker stop` ends it")
+
+
+@main.command()
+@_which
+@click.option("--namespace", metavar="NAME", help="Only what this namespace has in the cache.")
+@click.option("--json", "as_json", is_flag=True, help="The same, for programs.")
+def evict(name: str | None, namespace: str | None, as_json: bool) -> None:
+    """Drop the cache: features that nobody holds. Empty segments go back to the system a few seconds later."""
+    from mmbroker.proto.messages import Evict, Evicted
+
+    link = _connect(_find(name))
+    features = nbytes = 0
+    try:
+        while isinstance(answer := link.call(Evict(_AT_ONCE, namespace)), Evicted) and answer.features:
+            features += answer.features
+            nbytes += answer.nbytes
+    finally:
+        link.close()
+    if as_json:
+        click.echo(json.dumps({"features": features, "bytes": nbytes}))
+        return
+    from .screen import size
+
+    click.echo(f"evicted {features:,} features, {size(nbytes)}")
+
+
 def _when_unlocked(lock: Path) -> threading.Thread:
     """A thread that ends when the broker's lock is given back, which is the last thing it does."""
 
@@ -294,6 +365,108 @@ def _when_unlocked(lock: Path) -> threading.Thread:
     thread = threading.Thread(target=wait, name="mmbroker-wait", daemon=True)
     thread.start()
     return thread
+
+
+# --- top ------------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@_which
+@click.option("--once", is_flag=True, help="Print one screen, with averages since the start, and end.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often to look.",
+)
+@click.option(
+    "--sort",
+    type=click.Choice(("bytes", "holds", "leases", "grants", "waiting", "fallbacks", "age", "name")),
+    default="bytes",
+    show_default=True,
+    help="What to sort clients by.",
+)
+def top(name: str | None, once: bool, interval: float, sort: str) -> None:
+    """Watch a broker: memory, rates, latencies, what waits, who holds what.
+
+    q ends it; s sorts the clients by something else.
+    """
+    from mmbroker.proto.messages import Report, Status
+
+    from . import top as screen
+    from .screen import console
+
+    out = console()
+    if not once and not (out.is_terminal and sys.stdin.isatty()):
+        raise click.UsageError(
+            "top needs a terminal; for scripts there are --once and `mmbroker status --json`"
+        )
+    link = _connect(_find(name))
+
+    def ask() -> dict[str, Any]:
+        answer = link.call(Status())
+        assert isinstance(answer, Report)
+        return answer.status
+
+    try:
+        if once:
+            screen.once(ask, out, sort)
+        else:
+            screen.watch(ask, out, sort, interval)
+    finally:
+        link.close()
+
+
+# --- profile --------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.argument("pid", type=click.IntRange(min=1))
+@click.option(
+    "--seconds", type=click.FloatRange(min=1), default=10.0, show_default=True, help="How long to look."
+)
+@click.option(
+    "--rate", type=click.IntRange(1, 1000), default=100, show_default=True, help="Samples a second."
+)
+@click.option(
+    "--rank",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Which scheduler, if PID has several.",
+)
+@click.option(
+    "--svg",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where to write the flame graph.  [default: mmbroker-profile-PID.svg]",
+)
+@click.option("--json", "as_json", is_flag=True, help="The same, for programs.")
+def profile(pid: int, seconds: float, rate: int, rank: int, svg: Path | None, as_json: bool) -> None:
+    """Say what an SGLang scheduler's thread spends its time on.
+
+    PID is the server's process or a scheduler's own; the broker need not be in use. Needs py-spy (pip install
+    'mmbroker[profile]'), and the right to look into that process. It is stopped for a moment at every sample.
+    """
+    from . import flame, profiling
+
+    found = profiling.schedulers(pid)
+    if rank >= len(found):
+        raise click.UsageError(f"process {pid} has {len(found)} scheduler(s): --rank counts from 0")
+    process = found[rank]
+    seen = profiling.record(process.pid, seconds, rate)
+    target = svg or Path(f"mmbroker-profile-{process.pid}.svg")
+    target.write_text(flame.draw(seen.stacks, f"process {process.pid}: {process.title}"))
+    told = profiling.report(seen, process, seconds)
+    if as_json:
+        click.echo(json.dumps({**told, "flame_graph": str(target)}, indent=1))
+        return
+    from .screen import show_profile
+
+    show_profile(told)
+    click.echo(f"flame graph: {target}")
 
 
 # --- doctor ---------------------------------------------------------------------------------------------------------
@@ -320,6 +493,32 @@ def doctor(ctx: click.Context, name: str | None, as_json: bool) -> None:
         show_checks(checks)
     if not passed(checks):
         ctx.exit(FAILED)
+
+
+# --- bench ----------------------------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="The same, for programs.")
+@click.option("--quick", is_flag=True, help="A second or two, to see that it works; its figures say little.")
+def bench(as_json: bool, quick: bool) -> None:
+    """Measure a broker on this machine, beside what the machine can do at all. Takes less than two minutes.
+
+    It starts a broker and an engine of its own, and needs torch. Run it while nothing else does.
+    """
+    from . import selftest
+
+    def say(what: str) -> None:
+        if not as_json:
+            click.echo(f"measuring {what}", err=True)
+
+    found = selftest.run(selftest.QUICK if quick else selftest.Plan(), say)
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    from .screen import show_bench
+
+    show_bench(found)
 
 
 # --- demo -----------------------------------------------------------------------------------------------------------

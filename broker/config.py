@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -23,12 +23,11 @@ from mmbroker.proto.errors import BrokerError
 from . import instance
 from .arena import memory
 from .events import Limits
+from .web import address
 
 MIB: Final = 1 << 20
 #: A default host arena is a quarter of the available memory, and at most so many MiB.
 MOST_HOST_MIB: Final = 16 << 10
-#: Settings that this version does not have; asking for one is an error, not a wish.
-_ABSENT: Final = ("http",)
 #: Limits that are set in MiB instead: ``host_bytes`` by ``host_mib``.
 _IN_BYTES: Final = tuple(field.name for field in fields(Limits) if field.name.endswith("_bytes"))
 _LIMITS: Final = tuple(
@@ -54,6 +53,9 @@ class _Own(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     client_budget_mib: Annotated[int, Meta(ge=0)] = 0
     engine_mib: Annotated[int, Meta(ge=0)] = 0
     namespace_mib: Annotated[int, Meta(ge=0)] = 0
+    log_format: Literal["text", "json"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    http: str = ""  # where the page listens; empty: nowhere
     allow_uid: frozenset[Annotated[int, Meta(ge=0, lt=(1 << 32) - 1)]] = frozenset()
 
 
@@ -97,8 +99,6 @@ class Settings(_Own, frozen=True, kw_only=True):
 
 def _with(own: _Own, limits: Limits, source: str, name: str, value: object) -> tuple[_Own, Limits]:
     """The settings with one of them changed."""
-    if name in _ABSENT:
-        raise ConfigError(f"{name} in {source}: this version has no web page; remove it")
     try:
         if name in _LIMITS:
             limits = msgspec.convert({**asdict(limits), name: value}, Limits, strict=False)
@@ -106,8 +106,10 @@ def _with(own: _Own, limits: Limits, source: str, name: str, value: object) -> t
         elif name not in _Own.__struct_fields__:
             raise ConfigError(f"there is no setting {name} (in {source}): see `mmbroker start --help`")
         else:
+            if name == "http" and value:
+                address.parse(str(value))
             own = msgspec.convert({**msgspec.to_builtins(own), name: value}, _Own, strict=False)
-    except msgspec.ValidationError as error:
+    except ValueError as error:  # msgspec.ValidationError is one
         # msgspec writes "Expected `int` - at `$.host_mib`".
         problem = str(error).partition(" - at ")[0]
         raise ConfigError(f"{name} in {source}: {problem[:1].lower()}{problem[1:]}, not {value!r}") from None
@@ -136,7 +138,7 @@ def _from_file(file: Path | str | None) -> dict[str, Any]:
 def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
     """Variables that are settings; lists are written with commas."""
     values: dict[str, Any] = {}
-    for name in (*_Own.__struct_fields__, *_LIMITS, *_ABSENT):
+    for name in (*_Own.__struct_fields__, *_LIMITS):
         if text := environ.get(f"MMBROKER_{name.upper()}", ""):
             values[name] = [part.strip() for part in text.split(",")] if name == "allow_uid" else text
     return values

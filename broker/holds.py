@@ -108,8 +108,9 @@ class Holds:
         """A hold is over: its ranks are dismissed, and it closes when they have settled."""
         if hold.over:
             return
-        hold.over = True
+        hold.over, hold.ended = True, now
         self.books.counters["dismissals"] += 1
+        self.books.figures.hold_seconds.observe(now - hold.since)
         if hold.expiry is not None:
             hold.expiry.cancel()
         owner = self.books.sessions[hold.owner] if hold.owner is not None else None
@@ -134,7 +135,7 @@ class Holds:
                 self.books.counters["unknown_holds"] += 1
                 continue
             hold.ranks[session.number] = Rank.ACKED
-            session.unacked.pop(number, None)
+            self.books.figures.grant_seconds.observe(now - session.unacked.pop(number, now))
             self.books.finished = now
             self._heard(hold, now)
         for number in ack.failed:
@@ -157,6 +158,8 @@ class Holds:
             rank = hold.ranks.pop(session.number)
             session.unacked.pop(number, None)
             self.books.counters["settled"] += 1
+            if hold.over:
+                self.books.figures.settle_seconds.observe(now - hold.ended)
             if self.replicas is not None:
                 self.replicas.release(session, number, now)
             if rank in AWAITED:

@@ -42,6 +42,7 @@ class Leases:
             engine.in_flight[slot.tier] += slot.nbytes
         books.send(session, slot, writable=True)
         books.counters["leases"] += 1
+        books.figures.feature_bytes.observe(item.form.nbytes)
         return Leased(lease.number, slot.segment, slot.offset, slot.generation, slot.tier)
 
     def seal(
@@ -84,6 +85,7 @@ class Leases:
             lease = session.leases[sealing.lease]
             feature = self._seal_one(session, lease, sealing.retained, now)
             sealed.append(self.holds.claim(feature, session, engine, call.private, now))
+            books.figures.lease_seconds.observe(now - lease.since)
             self._close(session, lease, now)
         books.counters["seals"] += len(sealed)
         self.holds.answer_when_acked(

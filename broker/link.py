@@ -51,6 +51,7 @@ from mmbroker.proto.messages import (
     Reply,
     Retired,
 )
+from mmbroker.proto.tags import boot_tag, session_tag
 
 from . import mapping
 from .calls import Waiter, describe, undoing
@@ -129,6 +130,13 @@ class Link:
             _links.add(self)
             self._thread.start()
             failing.pop_all()
+        self._say("is connected")
+
+    def _say(self, what: str) -> None:
+        """With the tags that the broker's log has, too."""
+        session = session_tag(self.boot, self.session)
+        boot = boot_tag(self.boot)
+        _log.info("mmbroker client %s %s: session %s of broker %s", self.name, what, session, boot)
 
     def _connect_first(self, deadline: float) -> Connection:
         pause = _PAUSE[0]
@@ -345,6 +353,7 @@ class Link:
         self.connected = False
         self._why = str(error)
         session = self._connection.session
+        self._say(f"has lost its session ({error})")
         self._connection.close()
         self._fail_all(
             error if isinstance(error, ProtocolError) else BrokerLost(f"{error}; the client reconnects")
@@ -367,6 +376,7 @@ class Link:
                 self._poller = None
                 self.on_connected(self)
                 self.reconnects += 1
+                self._say("is connected again")
                 self.connected = True
                 return
             except BrokerError as error:

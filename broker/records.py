@@ -59,6 +59,7 @@ class Replica:
     feature: Feature
     slot: Slot
     loader: int  # session
+    since: float
     ready: bool = False
     pins: set[tuple[int, int]] = field(default_factory=set)  # (hold, session) of the grants that name it
     waiting: list[tuple[Hold, int]] = field(default_factory=list)  # grants held back until it is loaded
@@ -90,6 +91,7 @@ class Hold:
     since: float
     ranks: dict[int, Rank] = field(default_factory=dict)  # by session
     over: bool = False
+    ended: float = 0.0  # when it was over
     ticket: Ticket | None = None
     expiry: Timer | None = None
 
@@ -175,6 +177,7 @@ class Request:
     circular: bool = False  # a writer that it waits for waits for this client in turn
     reason: Wait = Wait.ROOM
     wants: tuple[int, int] = (0, 0)  # leases and holds that it would take now, and their bytes
+    waited: bool = False
     flights: list[Place] = field(default_factory=list)
     timer: Timer | None = None
     patience: Timer | None = None

@@ -56,6 +56,7 @@ class Replicas:
                 continue
             replica.ready = True
             self.books.counters["loads"] += 1
+            self.books.figures.load_seconds.observe(now - replica.since)
             waiting, replica.waiting = replica.waiting, []
             self._serve(waiting, now)
 
@@ -119,7 +120,7 @@ class Replicas:
         slots = self.room.allocate(feature.place[0], [feature.form.nbytes], [], now)
         if slots is None:
             return None
-        replica = feature.replica = Replica(feature, slots[0], session.number)
+        replica = feature.replica = Replica(feature, slots[0], session.number, now)
         replica.pins.add((hold.number, session.number))
         session.replicas[hold.number] = replica
         self.books.send(session, replica.slot, writable=True)

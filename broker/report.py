@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+from mmbroker.proto.tags import session_tag
 
 from .health import health
 from .records import Engine, Feature, Request, Session
@@ -28,7 +31,8 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
     living = [s for s in books.sessions.values() if not s.ended]
     ghosts = [s for s in books.sessions.values() if s.ended]
     return {
-        "draining": broker.halting,
+        "draining": broker.admission.draining,
+        "halting": broker.halting,
         "health": health(broker, now),
         "pool": _pool(broker, "host"),
         "device": _pool(broker, "device") | _device(broker) if "device" in books.pools else None,
@@ -36,6 +40,7 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
         "features": len(books.features),
         "features_idle": books.idle_count,
         "leases": len(broker.leases.open),
+        "leased_bytes": sum(lease.slot.nbytes for lease in broker.leases.open.values()),
         "holds": len(broker.holds.open),
         "holds_dismissed": sum(hold.over for hold in broker.holds.open.values()),
         "quarantined": sum(slot.nbytes for s in ghosts for slot in s.quarantine),
@@ -45,14 +50,17 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
             "bytes": broker.limits.client_budget_bytes,
         },
         "namespaces": _namespaces(broker),
-        "sessions": [_session(s, now) for s in living],
-        "ghosts": [_session(s, now) for s in ghosts],
+        "sessions": [_session(s, session_tag(books.boot, s.number), now) for s in living],
+        "ghosts": [_session(s, session_tag(books.boot, s.number), now) for s in ghosts],
         "engines": [_engine(broker, engine, now) for engine in books.engines.values()],
         "waiting": [_request(broker, r, now) for r in _waiting(broker)],
+        "waiting_for": dict(Counter(request.reason.value for request in _all_waiting(broker).values())),
         "waiting_count": len(broker.admission.queue)
         + len({n for q in broker.admission.flying.values() for n in q}),
         "timers": len(books.timers),
         "counters": dict(books.counters),
+        "figures": books.figures.report(),
+        "told_before": broker.tallies.before,
         "largest": [_feature(broker, f) for f in _largest(broker, features)],
     }
 
@@ -117,9 +125,10 @@ def _namespaces(broker: Broker) -> list[dict[str, Any]]:
     ]
 
 
-def _session(session: Session, now: float) -> dict[str, Any]:
+def _session(session: Session, tag: str, now: float) -> dict[str, Any]:
     return {
         "name": session.name,
+        "tag": tag,
         "uid": session.uid,
         "pid": session.pid,
         "namespace": session.namespace,
@@ -173,9 +182,14 @@ def _engine(broker: Broker, engine: Engine, now: float) -> dict[str, Any]:
     }
 
 
-def _waiting(broker: Broker) -> list[Request]:
+def _all_waiting(broker: Broker) -> dict[int, Request]:
     found = {n: r for waiting in broker.admission.flying.values() for n, r in waiting.items()}
     found.update(broker.admission.queue)
+    return found
+
+
+def _waiting(broker: Broker) -> list[Request]:
+    found = _all_waiting(broker)
     return [found[n] for n in islice(sorted(found), 100)]
 
 
@@ -213,3 +227,23 @@ def _feature(broker: Broker, feature: Feature) -> dict[str, Any]:
         "engines": sorted(engines),
         "hits": feature.hits,
     }
+
+
+def segments(broker: Broker, cells: int) -> list[dict[str, Any]]:
+    """All segments, each drawn as the occupancy of so many cells, in tenths: a digit each, ``a`` for full."""
+    return [
+        {
+            "segment": segment.number,
+            "tier": tier,
+            "namespace": segment.namespace,
+            "bytes": segment.allocator.nbytes,
+            "used": segment.allocator.used,
+            "slots": segment.allocator.slots,
+            "state": "growing" if not segment.ready else "retired" if segment.retired else "ready",
+            "cells": "".join(
+                "0123456789a"[-int(-share * 10)] for share in segment.allocator.occupancy(cells)
+            ),
+        }
+        for tier, pool in broker.books.pools.items()
+        for segment in pool.segments.values()
+    ]

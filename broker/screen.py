@@ -80,7 +80,8 @@ def show_status(report: Mapping[str, Any], to: Console | None = None) -> None:
     out.print(
         f"process {daemon['pid']}, up {span(daemon['uptime'])}, "
         f"{size(daemon['rss'])} resident apart from features"
-        + (", ending: it takes no new work" if report["draining"] else "")
+        + (", ending" if report["halting"] else "")
+        + (", draining: it takes no new work" if report["draining"] else "")
     )
     if not (health := report["health"])["ok"]:
         idle = span(health["last_finished_s"])
@@ -263,3 +264,38 @@ def show_features(report: Mapping[str, Any], to: Console | None = None) -> None:
         )
     out.print(made)
     out.print(f"{len(report['largest'])} of {report['features']} features in {size(report['pool']['used'])}")
+
+
+def latency(seconds: float | None) -> str:
+    """A short time for people."""
+    if seconds is None:
+        return "-"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else span(seconds)
+
+
+def show_bench(found: Mapping[str, Any], to: Console | None = None) -> None:
+    """Print what the self-test measured."""
+    out = to or console()
+    made = table("", "~", ">here", ">limit", "~that is")
+    for line in found["lines"]:
+        shown = [
+            f"{value / 1e9:.3g} GB/s" if line["unit"] == "B/s" else latency(value)
+            for value in (line["value"], line["limit"])
+        ]
+        made.add_row(line["name"], *shown, Text(line["verdict"], style="" if line["fine"] else "yellow"))
+    out.print(made)
+    out.print(Text(found["verdict"], style="bold"))
+
+
+def show_profile(told: Mapping[str, Any], to: Console | None = None) -> None:
+    """Print what a thread spends its time on."""
+    out = to or console()
+    out.print(Text(f"process {told['pid']}: {told['title']}"[: out.width], style="bold"))
+    made = table(f"{told['samples']} samples in {span(told['seconds'])}", "", ">share", "~mostly")
+    for kind, share in told["shares"].items():
+        functions = ", ".join(told["functions"].get(kind, {}))
+        made.add_row(kind, f"{share:.1%}", functions)
+    out.print(made)
+    out.print(Text(told["verdict"], style="bold"))

@@ -12,7 +12,6 @@ import os
 import resource
 import secrets
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,13 +21,16 @@ from typing import Any, Final
 
 import uvloop
 
+from mmbroker.proto import messages
 from mmbroker.proto.errors import BrokerError, BrokerUnavailable, PermissionDenied
 from mmbroker.proto.messages import (
     Answer,
+    Attached,
     Call,
     Failed,
     Hello,
     Released,
+    Reply,
     Report,
     SegmentFd,
     Shutdown,
@@ -36,8 +38,9 @@ from mmbroker.proto.messages import (
     encode,
 )
 from mmbroker.proto.reference import BOOT_BYTES
+from mmbroker.proto.tags import boot_tag, session_tag
 
-from . import cuda
+from . import cuda, logs, report
 from .arena import memory
 from .arena.device import DeviceSegment
 from .arena.host import HostSegment
@@ -68,12 +71,21 @@ from .lifeline import Lifelines, Peer
 from .report import within
 from .state import Broker
 from .vitals import Vitals
+from .web import address
 
 log = logging.getLogger("mmbroker")
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: Time for clients to read their last answers, in seconds: ZeroMQ drops what is unread when a connection is cut.
 FAREWELL: Final = 0.1
+#: Calls of whoever runs the broker, and what nobody else may do.
+_OPERATORS: Final = {
+    Shutdown: "shut this broker down",
+    messages.Drain: "drain this broker",
+    messages.Evict: "evict from this broker",
+}
+#: Clients that come and go all the time.
+_PASSERS_BY: Final = ("mmbroker-cli",)
 #: A timer may be late by its clock's grain, but must not be early.
 _GRAIN: Final = 0.001
 
@@ -85,7 +97,7 @@ def serve(settings: Settings) -> int:
 
     Raises `InstanceError` if the instance directory cannot be used.
     """
-    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s", stream=sys.stderr)
+    logs.set_up(settings.log_format, settings.log_level)
     return uvloop.run(Server(settings).run())
 
 
@@ -106,6 +118,7 @@ class Server:
         self._timer: asyncio.TimerHandle | None = None
         self._armed = 0.0
         self._stopping = False
+        self._url = ""  # of the page
 
     async def run(self) -> int:
         self.loop = asyncio.get_running_loop()
@@ -142,13 +155,16 @@ class Server:
         await self._take_reserve()
         if self._over.done():  # told to end meanwhile
             return
+        url = self._open_page(stack) if self.settings.http else ""
         self.control.listen()
         self.lifelines.listen()
         self.vitals.watch_loop()
+        log.info("ready", extra=logs.about(directory=self.settings.path, boot=boot_tag(self.boot)))
         device = f", device arena on {self.settings.limits.device} up to {self.settings.device_mib} MiB"
         print(
             f"mmbroker is ready at {instance.path} (process {os.getpid()}, host arena up to "
-            f"{self.settings.host_mib} MiB{device if self.settings.limits.device else ''})",
+            f"{self.settings.host_mib} MiB{device if self.settings.limits.device else ''})"
+            + (f", its page is {url}" if url else ""),
             flush=True,
         )
 
@@ -167,6 +183,23 @@ class Server:
                     "--device-reserve-mib the arena grows when it is needed"
                 ) from None
             self.dispatch(SegmentReady(grow.segment))
+
+    def _open_page(self, stack: ExitStack) -> str:
+        """Listen for operators' browsers and metrics collectors; the page's URL."""
+        from .web.http import Listener
+        from .web.site import Site
+
+        site = Site(
+            self.loop,
+            lambda: self._with_facts(self.broker.report(time.monotonic())),
+            lambda cells: report.segments(self.broker, cells),
+            self.vitals.complain,
+        )
+        stack.callback(site.close)
+        listener = Listener(self.loop, address.parse(self.settings.http), site)
+        stack.callback(listener.close)
+        self._url = listener.address.url
+        return self._url
 
     def _free(self) -> None:
         self.memory_thread.shutdown(wait=True)
@@ -219,6 +252,7 @@ class Server:
             case Respond(session, seq, Report(status)):
                 self.control.send(session, Answer(seq, Report(self._told(session, status))))
             case Respond(session, seq, body):
+                self._note(session, body)
                 self.control.send(session, Answer(seq, body))
             case Notify(session, notice):
                 self.control.send(session, notice)
@@ -291,8 +325,15 @@ class Server:
                 welcome.session, peer.uid, peer.pid, hello.name, welcome.namespace, traceable=peer.pidfd >= 0
             )
         )
+        self._say_session("connected", welcome.session)
+
+    def _say_session(self, what: str, session: int) -> None:
+        about = self._about(session)
+        level = logging.DEBUG if about["client"] in _PASSERS_BY else logging.INFO
+        log.log(level, "a client has %s", what, extra=logs.about(**about))
 
     def ended(self, session: int, alive: bool) -> None:
+        self._say_session("left" if alive else "ended", session)
         del self.peers[session]
         self.control.forget(session)
         self._doubtful.append(session)
@@ -315,8 +356,9 @@ class Server:
     # --- control (Office) -------------------------------------------------------------------------------------------
 
     def called(self, session: int, call: Call) -> None:
-        if isinstance(call.body, Shutdown) and not self._operates(session):
-            text = f"only user {os.geteuid()} and root may shut this broker down"
+        what = _OPERATORS.get(type(call.body))
+        if what is not None and not self._operates(session):
+            text = f"only user {os.geteuid()} and root may {what}"
             self.control.send(session, Answer(call.seq, Failed(PermissionDenied.__name__, text)))
             return
         if isinstance(call.body, Released):
@@ -337,6 +379,28 @@ class Server:
     def lost(self, session: int, error: BrokerError | None) -> None:
         self.lifelines.end(session, error)
 
+    # --- log --------------------------------------------------------------------------------------------------------
+
+    def _about(self, session: int) -> dict[str, Any]:
+        """Whose record it is."""
+        tag = session_tag(self.boot, session)
+        peer, known = self.peers.get(session), self.broker.books.sessions.get(session)
+        return {
+            "client": known.name if known is not None else "",
+            "process": peer.pid if peer is not None else "",
+            "session": tag,
+            "engine": known.engine.name if known is not None and known.engine is not None else "",
+        }
+
+    def _note(self, session: int, body: Reply) -> None:
+        """Answers that an operator wants to know of."""
+        if isinstance(body, Attached):
+            words = "a rank has attached" if body.complete else "a rank has attached, others are awaited"
+            log.info(words, extra=logs.about(**self._about(session)))
+        elif isinstance(body, Failed):
+            extra = logs.about(**self._about(session), error=body.error, **body.figures)
+            log.info("a call failed: %s", body.message, extra=extra)
+
     # --- status -----------------------------------------------------------------------------------------------------
 
     def _told(self, session: int, status: dict[str, Any]) -> dict[str, Any]:
@@ -344,11 +408,13 @@ class Server:
         asker = self.broker.books.sessions.get(session)
         if asker is not None and not self._operates(session):
             status = within(status, asker.namespace)
+        return self._with_facts(status)
+
+    def _with_facts(self, status: dict[str, Any]) -> dict[str, Any]:
         try:
-            facts = self._facts()
+            return {**status, "daemon": self._facts()}
         except OSError as error:  # no descriptors left to read them with
-            facts = {"unreadable": str(error)}
-        return {**status, "daemon": facts}
+            return {**status, "daemon": {"unreadable": str(error)}}
 
     def _facts(self) -> dict[str, Any]:
         """What only the shell knows; see `Vitals.report` for the rest."""
@@ -358,6 +424,7 @@ class Server:
             **self.vitals.report(),
             "instance": self.settings.name,
             "directory": str(self.settings.path),
+            "page": self._url,
             "sessions_limit": self.settings.limits.sessions,
             "outboxes": waiting,
             "outbox_deepest": deepest,

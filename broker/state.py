@@ -35,6 +35,7 @@ from .events import (
 from .holds import Holds
 from .records import Engine, Feature, Session
 from .room import Room
+from .tallies import Tallies
 
 _NOTHING = Form("uint8", (0,), 0)
 #: What a client tells rather than asks.
@@ -52,6 +53,7 @@ class Broker:
         self.holds = Holds(self.books, self.rooms.get("device"))
         self.admission = Admission(self.books, self.holds, self.rooms)
         self.leases = self.admission.leases
+        self.tallies = Tallies()
         self.halting = False
         self._halted = False
         self._calls: dict[type, Callable[[Session, int, Any, float, float], None]] = {
@@ -63,6 +65,8 @@ class Broker:
             m.Released: self._released,
             m.Status: self._status,
             m.Shutdown: self._shutdown,
+            m.Drain: self._set_draining,
+            m.Evict: self._evict,
             m.Abort: lambda s, _seq, call, now, _: self.leases.abort(s, call.leases, now),
             m.Drop: lambda s, _seq, call, now, _: self.holds.drop(s, call.holds, now),
             m.Unpin: lambda s, _seq, call, now, _: self.leases.unpin(s, call.leases, now),
@@ -310,6 +314,19 @@ class Broker:
         self.books.respond(session, seq, m.Done())
         self._drain(Drain().grace, now)
 
+    def _set_draining(self, session: Session, seq: int, call: m.Drain, now: float, deadline: float) -> None:
+        if call.on:
+            self.admission.drain()
+        elif not self.halting:
+            self.admission.draining = False
+        self.books.respond(session, seq, m.Done())
+
+    def _evict(self, session: Session, seq: int, call: m.Evict, now: float, deadline: float) -> None:
+        before = sum(pool.used for pool in self.books.pools.values())
+        features = self.books.evict_oldest(call.most, call.namespace, now)
+        freed = before - sum(pool.used for pool in self.books.pools.values())
+        self.books.respond(session, seq, m.Evicted(features, freed))
+
     def _device_call(self, session: Session, seq: int, call: Any, now: float, deadline: float) -> None:
         replicas = self.holds.replicas
         if replicas is None:
@@ -319,9 +336,7 @@ class Broker:
         act(session, call.holds, now)
 
     def _tally(self, session: Session, seq: int, call: m.Tally, now: float, deadline: float) -> None:
-        if len(call.counts) <= 64 and all(len(name) <= 64 and name.isprintable() for name in call.counts):
-            session.tally = call.counts
-        else:
+        if not self.tallies.hear(session, call.counts):
             self.books.counters["tallies_refused"] += 1
 
     # --- ends -------------------------------------------------------------------------------------------------------
@@ -336,6 +351,7 @@ class Broker:
         self.leases.break_all(session, now)
         self._leave_engine(session)
         session.ended = True
+        self.tallies.end(session)
         session.answers.clear()
         self.holds.detach(session, now)
         if not alive or session.released or not (session.grants or session.pins or session.quarantine):

@@ -163,6 +163,20 @@ class Shutdown(_Message, frozen=True, tag="shutdown"):
     """Drain and exit. Only the broker's own user and root may. Answered by `Done`."""
 
 
+class Drain(_Message, frozen=True, tag="drain"):
+    """Take no new work (`on`), or take it again. What is held goes on. As `Shutdown`; answered by `Done`."""
+
+    on: bool = True
+
+
+class Evict(_Message, frozen=True, tag="evict"):
+    """Drop cached features that nobody holds, the oldest first, at most `most` of them; of one namespace, or of all.
+    As `Shutdown`. Answered by `Evicted`: ask again until it is nothing."""
+
+    most: int
+    namespace: str | None = None
+
+
 # --- control: what a client tells (seq 0) ---------------------------------------------------------------------------
 
 
@@ -226,7 +240,7 @@ class Tally(_Message, frozen=True, tag="tally"):
 
 Body = (
     Create | Lookup | Seal | Attach | Detach | Released | Status | Shutdown
-    | Abort | Drop | Unpin | Ack | Settle | Loaded | Park | Want | Tally
+    | Abort | Drop | Unpin | Ack | Settle | Loaded | Park | Want | Tally | Drain | Evict
 )  # fmt: skip
 
 
@@ -294,6 +308,13 @@ class Done(_Message, frozen=True, tag="done"):
     pass
 
 
+class Evicted(_Message, frozen=True, tag="evicted"):
+    """How many features were dropped, and the bytes of their slots on all tiers."""
+
+    features: int
+    nbytes: int
+
+
 class Report(_Message, frozen=True, tag="report"):
     status: dict[str, Any]
 
@@ -306,7 +327,7 @@ class Failed(_Message, frozen=True, tag="failed"):
     figures: dict[str, int] = {}
 
 
-Reply = Created | Found | Sealed | Attached | Done | Report | Failed
+Reply = Created | Found | Sealed | Attached | Done | Report | Evicted | Failed
 
 
 class Answer(_Message, frozen=True, tag="answer"):

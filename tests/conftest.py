@@ -22,6 +22,7 @@ import uvloop
 import zmq
 
 from tests.kit import BrokerProcess, Leaks, Puppet, eventually
+from tests.web import browser
 
 
 class StartBroker(Protocol):
@@ -44,10 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are chosen only by name: `-m gpu`, or an expression with it, but no other."""
-    if "gpu" not in str(config.option.markexpr):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """Tests that need a GPU are chosen only by name: `-m gpu`, or an expression with it, but no other.
+
+    Tests that need a browser are chosen where there is one: it cannot be installed without the machine's owner.
+    """
+    absent = set() if "gpu" in str(config.option.markexpr) else {"gpu"}
+    if browser.find() is None:
+        absent.add("browser")
+    out = [item for item in items if any(item.get_closest_marker(name) for name in absent)]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in set(out)]
 
 
 @pytest.fixture(scope="session", autouse=True)

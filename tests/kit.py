@@ -52,6 +52,7 @@ class BrokerProcess:
         self._scratch = Path(tempfile.mkdtemp(prefix="mmb-", dir="/tmp"))
         self._scratch.chmod(0o755)  # a broker of another user reads its settings
         config = self._scratch / "settings.toml"
+        settings = {"log_level": "warning", **settings}  # most tests want to see trouble only
         lines = [f"{key} = {_toml(value)}\n" for key, value in settings.items() if value is not None]
         config.write_text("".join(lines))
         kind = [] if settings.get("gpu") else ["--cpu"]

@@ -94,6 +94,10 @@ class Consumer:
             "" if self._device == "cpu" else f" to {self._device}",
         )
 
+    def stats(self) -> dict[str, int]:
+        """The table's counters, if there is one."""
+        return {} if self._table is None else self._table.stats()
+
     # --- the seams --------------------------------------------------------------------------------------------------
 
     def requests(self, original: Callable[[Any, Any], Any], scheduler: Any, arrived: Any) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final
 
-from . import measure, settings
+from . import export, measure, settings
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ def begin_tokenizer(original: Original, manager: Any) -> None:
     setattr(manager, _OURS, producer)
     if getattr(manager, "mm_processor", None) is not None:
         setattr(manager.mm_processor, _OURS, producer)
+    export.start(manager.server_args, asked.engine, None)
     manager.rid_to_state = holding.States(manager.rid_to_state, producer.claims.left)
 
 
@@ -146,7 +147,10 @@ def begin_scheduler(original: Original, scheduler: Any, *args: Any, **kwargs: An
     from .consumer import Consumer
 
     seams.warn_of_overrides(scheduler)
-    setattr(scheduler, _OURS, Consumer(asked, scheduler, topology, seams.current().fail))
+    consumer = Consumer(asked, scheduler, topology, seams.current().fail)
+    setattr(scheduler, _OURS, consumer)
+    if topology.takes:
+        export.start(scheduler.server_args, asked.engine, topology.rank, consumer.stats)
 
 
 def process_requests(original: Original, scheduler: Any, arrived: Any) -> Any:

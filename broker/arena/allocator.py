@@ -68,6 +68,16 @@ class Allocator:
             offset = before
         self._add_run(offset, size)
 
+    def occupancy(self, cells: int) -> list[float]:
+        """The share in use of each of so many equal stretches, in order: a picture of the segment."""
+        width = self.nbytes / cells
+        free = [0.0] * cells
+        for offset in self._offsets:
+            end = offset + self._runs[offset]
+            for cell in range(int(offset / width), min(cells, int(-(-end // width)))):
+                free[cell] += min(end, (cell + 1) * width) - max(offset, cell * width)
+        return [min(1.0, max(0.0, 1 - nbytes / width)) for nbytes in free]
+
     def check(self) -> None:
         """Raise AssertionError unless slots and free runs tile the segment without overlap or neighbouring runs."""
         pieces = sorted(

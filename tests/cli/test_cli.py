@@ -16,8 +16,7 @@ from mmbroker.proto.keys import Key
 from tests.conftest import StartBroker
 from tests.kit import PATIENCE, BrokerProcess, RawClient, eventually
 
-COMMANDS = ("start", "status", "stop", "ls", "doctor", "demo")
-UNBUILT = ("--http",)
+COMMANDS = ("start", "status", "stop", "drain", "evict", "ls", "top", "profile", "doctor", "bench", "demo")
 
 
 def mmbroker(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -70,14 +69,16 @@ def test_the_version_is_the_packages() -> None:
 def test_nothing_loads_torch() -> None:
     """Neither the package nor the command line nor the daemon: it would take seconds, and memory for ever."""
     code = (
-        "import sys, mmbroker, mmbroker.cli, mmbroker.server, mmbroker.link, mmbroker.screen;"
+        "import sys, mmbroker, mmbroker.cli, mmbroker.server, mmbroker.link, mmbroker.screen, mmbroker.web.site;"
         "print(sorted({m.partition('.')[0] for m in sys.modules} & {'torch', 'numpy', 'sglang', 'transformers'}))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("arguments", [["status"], ["status", "--json"], ["ls"], ["stop"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["status"], ["status", "--json"], ["ls"], ["stop"], ["drain"], ["evict"]], ids=" ".join
+)
 def test_no_broker_there(broker_root: Path, arguments: list[str]) -> None:
     result = mmbroker(*arguments, MMBROKER_DIR=str(broker_root))
     assert result.returncode == 3
@@ -114,14 +115,6 @@ def test_usage_errors(broker_root: Path, arguments: list[str]) -> None:
     assert result.stdout == "" and "Usage:" in result.stderr
 
 
-@pytest.mark.parametrize("flag", UNBUILT)
-def test_flags_of_later_versions_are_refused_and_not_listed(broker_root: Path, flag: str) -> None:
-    assert flag not in mmbroker("start", "--help").stdout
-    result = mmbroker("start", flag, "1", MMBROKER_DIR=str(broker_root))
-    assert result.returncode == 2
-    assert f"{flag}: this version has no web page" in result.stderr
-
-
 def test_settings_that_make_no_sense(broker_root: Path, tmp_path: Path) -> None:
     config = tmp_path / "settings.toml"
     config.write_text("host_mb = 3\n")
@@ -130,6 +123,7 @@ def test_settings_that_make_no_sense(broker_root: Path, tmp_path: Path) -> None:
         (mmbroker("start", "--config", "absent.toml", MMBROKER_DIR=str(broker_root)), "absent.toml"),
         (mmbroker("start", MMBROKER_DIR=str(broker_root), MMBROKER_HOST_MIB="much"), "host_mib"),
         (mmbroker("start", "--name", "../up", MMBROKER_DIR=str(broker_root)), "name"),
+        (mmbroker("start", "--http", "10.0.0.1:9400", MMBROKER_DIR=str(broker_root)), "ssh -L 9400"),
         (mmbroker("start", MMBROKER_DIR=str(broker_root / ("x" * 120))), "107"),
     ):
         assert result.returncode == 1
@@ -289,3 +283,33 @@ def test_names_are_shown_as_they_are(broker: BrokerProcess) -> None:
     assert (result.returncode, result.stderr) == (0, "")
     for shown in ("[red]w[/red]", "Engine [/no] [bold]e", "[b]puts 7"):
         assert shown in result.stdout
+
+
+def test_drain_waits_for_what_is_held(broker: BrokerProcess) -> None:
+    with RawClient(broker.directory, name="worker") as client:
+        put(client, "x", 1)
+        eventually(lambda: broker.status()["holds"] == 1, "a hold")
+        result = mmbroker("drain", "--timeout", "0.01")
+        assert result.returncode == 1
+        said = one_sentence(result)
+        assert "1 hold(s) and 0 lease(s) are left" in said and "drain --undo" in said
+        assert "draining" in mmbroker("status").stdout
+        refused = client.call(m.Create([m.Item(Key.caller("y"), tensor_form("uint8", (1,), "image"))]))
+        assert isinstance(refused, m.Failed) and refused.error == "BrokerLost"
+    result = mmbroker("drain")
+    assert (result.returncode, result.stderr) == (0, "") and "is drained" in result.stdout
+    assert "takes new work again" in mmbroker("drain", "--undo").stdout
+    with RawClient(broker.directory) as client:
+        create(client, "z", 1)
+
+
+def test_evict_drops_the_cache(broker: BrokerProcess) -> None:
+    with RawClient(broker.directory, name="worker") as client:
+        for number in range(300):
+            put(client, f"x{number}", 4)
+        client.answer(client.seq)
+    eventually(lambda: broker.status()["features_idle"] == 300, "300 features in the cache")
+    assert mmbroker("evict", "--namespace", "another").stdout == "evicted 0 features, 0 B\n"
+    assert mmbroker("evict").stdout == "evicted 300 features, 1.17 MiB\n"
+    assert json.loads(mmbroker("evict", "--json").stdout) == {"features": 0, "bytes": 0}
+    assert broker.status()["features"] == 0

@@ -57,7 +57,7 @@ def source_files() -> set[str]:
     found = set()
     for folder, package in HOMES.items():
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix == ".py" or path.name == "py.typed":
+            if path.suffix in (".py", ".html") or path.name == "py.typed":
                 found.add(f"{package}/{path.relative_to(ROOT / folder).as_posix()}")
     return found
 
@@ -100,7 +100,9 @@ def test_a_plain_install_brings_no_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {requirement.partition(">")[0] for requirement in project["dependencies"]} == {
         "click",
+        "h11",
         "msgspec",
+        "prometheus_client",
         "pyzmq",
         "rich",
         "uvloop",

@@ -54,6 +54,10 @@ BODIES: dict[str, m.Body] = {
     "park": m.Park([7]),
     "want": m.Want([7]),
     "tally": m.Tally({"takes": 12, "fallbacks": 0}),
+    "drain": m.Drain(),
+    "drain no more": m.Drain(False),
+    "evict": m.Evict(1024),
+    "evict one namespace": m.Evict(10, "uid-1000"),
 }
 CALLS: dict[str, msgspec.Struct] = {
     f"call: {name}": m.Call(PROTOCOL_VERSION, BOOT, 11, seq, 2.5, body)
@@ -68,6 +72,7 @@ REPLIES: dict[str, m.Reply] = {
     "attached": m.Attached(True),
     "attached on the device": m.Attached(False, "device"),
     "done": m.Done(),
+    "evicted": m.Evicted(3, 12 << 20),
     "report": m.Report({"boot": "00", "arenas": [{"used": 1}], "share": 0.5, "none": None}),
     "failed": m.Failed("PoolFull", "no room", {"requested": 3, "free": 2, "limit": 1}),
 }

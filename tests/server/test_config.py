@@ -102,15 +102,16 @@ def test_nonsense(flags: dict[str, Any], message: str) -> None:
         Settings.resolve(flags, {})
 
 
-@pytest.mark.parametrize("name", ["http"])
-def test_settings_of_later_versions(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("text", ["10.0.0.1:9400", "0", "localhost:9400"])
+def test_the_page_is_for_this_machine(tmp_path: Path, text: str) -> None:
     for resolve in (
-        lambda: Settings.resolve({name: 0}, {}),
-        lambda: Settings.resolve({}, {f"MMBROKER_{name.upper()}": "0"}),
-        lambda: Settings.resolve({}, {}, toml(tmp_path, f"{name} = 0\n")),
+        lambda: Settings.resolve({"http": text}, {}),
+        lambda: Settings.resolve({}, {"MMBROKER_HTTP": text}),
+        lambda: Settings.resolve({}, {}, toml(tmp_path, f'http = "{text}"\n')),
     ):
-        with pytest.raises(ConfigError, match=rf"{name} in the .*: this version has no"):
+        with pytest.raises(ConfigError, match=rf"http in the .*{text}"):
             resolve()
+    assert Settings.resolve({"http": "127.0.0.1:9400"}, {}).http == "127.0.0.1:9400"
 
 
 def test_variables_of_others_are_not_ours() -> None:

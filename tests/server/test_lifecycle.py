@@ -111,7 +111,7 @@ def test_nothing_survives_a_killed_group(start_broker: StartBroker, puppet: Star
     [
         ({"name": "n" * 90}, "107"),
         ({"name": "a/b"}, "name in the settings file"),
-        ({"http": "127.0.0.1:1"}, "http in the settings file"),
+        ({"http": "10.0.0.1:1"}, "http in the settings file"),
         ({"host_mib": 0}, "host_mib in the settings file"),
     ],
 )

@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
 from sglang.version import __version__ as VERSION
 
 from mmbroker.adapters.sglang import measure
@@ -190,6 +191,16 @@ def post(engine: Engine, path: str, body: Mapping[str, Any]) -> str:
     with urllib.request.urlopen(request, timeout=120) as response:
         answer: bytes = response.read()
     return answer.decode()
+
+
+def metrics(engine: Engine) -> dict[str, float]:
+    """SGLang's own metrics: by name, summed over labels."""
+    found: dict[str, float] = {}
+    with urllib.request.urlopen(f"http://127.0.0.1:{engine.port}/metrics", timeout=30) as answer:
+        for family in text_string_to_metric_families(answer.read().decode()):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
 
 
 def conversation(engine: Engine, after_each_turn: Callable[[], None] = lambda: None) -> list[str]:

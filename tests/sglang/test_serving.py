@@ -8,6 +8,8 @@ from urllib.error import HTTPError
 
 import pytest
 
+from mmbroker import profiling
+from mmbroker.adapters.sglang import export
 from tests.kit import eventually
 
 from . import kit
@@ -17,7 +19,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[kit.Scene]:
-    with kit.running_scene() as scene:
+    with kit.running_scene(["--enable-metrics"]) as scene:
         yield scene
 
 
@@ -146,3 +148,31 @@ def test_aborted_requests_end_their_holds(scene: kit.Scene, served: dict[str, An
         for _ in lines:
             pass
     scene.at_rest()
+
+
+def test_sglangs_own_metrics_have_the_engines_side(scene: kit.Scene, served: dict[str, Any]) -> None:
+    """Of all processes, brought up to date once a second."""
+    ranks = {"mmbroker_engine_takes_total": kit.PICTURES, "mmbroker_engine_requests_total": kit.REQUESTS}
+    workers = {"mmbroker_engine_put_features_total": kit.PICTURES}
+
+    def there() -> bool:
+        found = kit.metrics(scene.engine)
+        return all(found.get(name, 0) >= least for name, least in {**ranks, **workers}.items())
+
+    eventually(there, "the engine's counters among SGLang's metrics")
+    found = kit.metrics(scene.engine)
+    assert set(export.NAMES) <= found.keys()
+    assert found["mmbroker_engine_scheduler_seconds_total"] > 0
+    assert found["mmbroker_engine_receiver_seconds_total"] > 0
+    assert found["mmbroker_engine_take_misses_total"] == found["mmbroker_engine_worker_fallbacks_total"] == 0
+    assert any(name.startswith("sglang:") for name in found), "beside SGLang's own"
+
+
+def test_the_schedulers_thread_can_be_looked_at(scene: kit.Scene) -> None:
+    """`mmbroker profile` finds the scheduler in the server's family, and knows what its thread does at rest."""
+    (scheduler,) = profiling.schedulers(scene.engine.process.pid)
+    assert "sglang::scheduler" in scheduler.title
+    profile = profiling.record(scheduler.pid, 1.0, 50)
+    assert profile.samples > 10
+    assert profile.share("idle") > 0.5
+    assert profile.share("schedule") < 0.2

@@ -16,6 +16,7 @@ ANSWERS: dict[type, type] = {
     m.Seal: m.Sealed,
     m.Attach: m.Attached,
     m.Status: m.Report,
+    m.Evict: m.Evicted,
 }
 
 

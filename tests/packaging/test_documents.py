@@ -1,0 +1,118 @@
+"""The documents: links lead somewhere, commands exist with their options, settings are settings, the tutorial runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import click
+import pytest
+
+from mmbroker.cli import main
+from tests.kit import BrokerProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "tests" / "README.md"])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as forges make them."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = unquote(target).partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Every `mmbroker ...` in the documents: in indented blocks, in fences, and in running text."""
+    found: list[tuple[str, list[str]]] = []
+    for page in PAGES:
+        text = page.read_text()
+        lines = re.findall(r"(?:^    (?:\S*/)?|`(?:\S*/)?)mmbroker((?: [^`\n#]+)?)", text, re.MULTILINE)
+        for line in lines:
+            words = shlex.split(line.replace("...", ""))
+            if words and not words[0].startswith("-"):
+                found.append((str(page.relative_to(ROOT)), words))
+    return found
+
+
+def test_there_are_commands() -> None:
+    verbs = {words[0] for _, words in commands()}
+    assert {"start", "status", "stop", "top", "drain", "evict", "profile", "bench", "doctor", "ls"} <= verbs
+
+
+@pytest.mark.parametrize(("page", "words"), commands(), ids=lambda value: str(value))
+def test_commands_exist_with_their_options(page: str, words: list[str]) -> None:
+    command = main.get_command(click.Context(main), words[0])
+    assert command is not None, f"{page}: mmbroker {shlex.join(words)}"
+    known = {option for parameter in command.params for option in parameter.opts}
+    for word in words[1:]:
+        assert not word.startswith("-") or word.partition("=")[0] in known, f"{page}: {word} of {words[0]}"
+
+
+def test_every_command_is_documented() -> None:
+    told = {words[0] for page, words in commands() if page != "CHANGELOG.md"}
+    assert set(main.commands) <= told | {"demo"}, set(main.commands) - told
+
+
+def test_the_tutorials_program_runs(broker: BrokerProcess, tmp_path: Path) -> None:
+    """As it is printed."""
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "1\n"
+
+
+def test_the_readmes_program_runs(broker: BrokerProcess, tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text().partition("## Without an engine")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("    ") or not line]
+    program = "\n".join(line[4:] for line in lines).strip()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "torch.Size([4096, 1176])\n"
+
+
+def test_reasons_of_fallbacks_are_explained() -> None:
+    from mmbroker.metrics import FALLBACKS
+
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "operating.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(FALLBACKS)
+
+
+def test_references_are_the_codes() -> None:
+    """`python docs/make_reference.py` writes them anew."""
+    maker = runpy.run_path(str(ROOT / "docs" / "make_reference.py"))
+    assert (ROOT / "docs" / "cli.md").read_text() == maker["command_line"]()
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert page == maker["with_metrics"](page)
