@@ -145,6 +145,7 @@ class Belongings:
         self._leases.pop((slot.session, slot.lease), None)
         if words and slot.retained:
             self._retained.append((slot, words))
+            self.link.wake()  # to look after it from now on
             return
         for word in words:
             self.link.cast(word, slot.session)

@@ -112,7 +112,7 @@ class Link:
         self._jobs: deque[Callable[[], None]] = deque()
         self._closing = False
         self._closed = False
-        self._end = threading.Lock()
+        self._end = threading.RLock()  # a finaliser may wake the thread while its own is at it
         self._why = ""
         self.connected = True
         self._thread = threading.Thread(target=self._run, name="mmbroker-receiver", daemon=True)
@@ -260,7 +260,9 @@ class Link:
         return self._connection.fresh_segments()
 
     def wake(self) -> None:
-        """Let the receiver thread do its chores now."""
+        """Let the receiver thread do its chores now. From any thread, also in a finaliser."""
+        if self.forked:
+            return  # that thread, and whoever had the lock, are the parent's
         with self._end:
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)

@@ -193,6 +193,7 @@ class Session:
     quarantine: list[Slot] = field(default_factory=list)
     segments: set[tuple[int, bool]] = field(default_factory=set)  # (number, writable) it was sent
     engine: Engine | None = None
+    engine_name: str = ""  # stays when it has ended, as its rank does
     rank: int = 0
     device: str = ""
     access: str = ""
@@ -206,3 +207,8 @@ class Session:
     answers: OrderedDict[int, Reply] = field(default_factory=OrderedDict)
     forgotten: int = 0  # highest seq whose answer is no longer kept
     tally: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def process(self) -> tuple[int, int, str]:
+        """Tells whose session it is: a client that comes back is the same process in the same namespace."""
+        return self.uid, self.pid, self.namespace
