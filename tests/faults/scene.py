@@ -31,7 +31,7 @@ SETTINGS = {
     "host_mib": ARENA // MIB,
     "segment_mib": 4,
     "segment_linger": 0.05,
-    "producer_grace": 0.2,
+    "producer_grace": 0.05,
     "grow_retry": 0.05,
 }
 #: How long a call may fail because of a connection that was cut or a broker that was killed.
