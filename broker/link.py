@@ -405,7 +405,13 @@ class Link:
         connection = self._connection
         if self._poller is None:
             self._poller = select.poll()
-            for fd in (connection.control_fd, connection.lifeline.fileno(), self._wake_fd):
+            watched = (
+                connection.control_fd,
+                connection.lifeline.fileno(),
+                connection.monitor_fd,
+                self._wake_fd,
+            )
+            for fd in watched:
                 self._poller.register(fd, select.POLLIN)
             ready = [(connection.control_fd, select.POLLIN)]
         else:
@@ -414,6 +420,8 @@ class Link:
         for fd, _ in ready:
             if fd == self._wake_fd:
                 self._clear_wake()
+            elif fd == connection.monitor_fd:
+                connection.read_monitor()
             elif fd != connection.control_fd:
                 connection.read_lifeline()
         more = True

@@ -22,7 +22,7 @@ from typing import Any
 from mmbroker.proto import messages as m
 from tests.kit import PATIENCE, RawClient, eventually
 
-from .zygote import Child, Lost, Zygote, gone, readable
+from .zygote import Child, Lost, Zygote, readable, state
 
 MIB = 1 << 20
 ARENA = 16 * MIB
@@ -436,7 +436,7 @@ class Life:
             self.stage.settle_in()
         if self.forked:
             os.kill(self.forked, signal.SIGKILL)
-            gone(self.forked)
+            eventually(lambda: state(self.forked) == "Z", "the end of the forked child")
 
 
 def try_out(stage: Stage, role: str, step: str, action: str, seed: int) -> None:
