@@ -218,7 +218,7 @@ class Belongings:
                 lease.broken = True
 
     def _session_lost(self, session: int) -> None:
-        self._lost.append(session)
+        self._lost += [session, *(word.session for word in self.link.unheard if isinstance(word, Released))]
         for key in [key for key in list(self._holds) if key[0] == session]:
             self._holds.pop(key, None)
         for table in list(self.tables):

@@ -72,6 +72,7 @@ class Connection:
         self.lifeline = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._dealer: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
+        self._cut = False
         self._control = (-1, -1)  # descriptor and inode of the socket under the dealer
         try:
             welcome = self._shake_hands(directory, name, namespace, deadline)
@@ -147,12 +148,13 @@ class Connection:
         return int(self._monitor.getsockopt(zmq.FD))
 
     def read_monitor(self) -> None:
-        """See how the control connection is. Raises `BrokerLost` if it was cut: nothing comes or goes any more."""
+        """See how the control connection is: once it was cut, nothing comes or goes any more, and `receive` says so."""
         monitor = self._monitor
         while monitor is not None and int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             news = recv_monitor_message(monitor)
             if news["event"] != zmq.EVENT_CONNECTED:
-                raise BrokerLost("the control connection to the broker was cut")
+                self._cut = True
+                return
             with suppress(OSError):  # cut already, which is the next news
                 self._control = (news["value"], os.fstat(news["value"]).st_ino)
 
@@ -206,7 +208,9 @@ class Connection:
 
     def receive(self) -> tuple[list[bytes], bool]:
         """What the broker has sent, up to a batch, and whether there may be more now; if not, `control_fd` becomes
-        readable, or the wake descriptor, when there is."""
+        readable, or the wake descriptor, when there is. Raises `BrokerLost` if the connection was cut."""
+        if self._cut:
+            raise BrokerLost("the control connection to the broker was cut")
         batch: list[bytes] = []
         with self._lock:
             dealer = self._dealer

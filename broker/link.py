@@ -109,6 +109,7 @@ class Link:
         self._asked_namespace = namespace
         self._numbers = count(1)
         self._waiting: dict[int, Waiter] = {}
+        self._unheard: dict[int, Body] = {}
         self._jobs: deque[Callable[[], None]] = deque()
         self._closing = False
         self._closed = False
@@ -240,9 +241,16 @@ class Link:
         """Tell the broker something; never waits, never fails. Forgotten if there is no session, or not `session`."""
         connection = self._connection
         if not (connection.lost or self.forked or session not in (None, connection.session)):
-            # These two are calls: whether they were heard is of no interest here, but the broker answers them.
+            # These two are calls: nobody waits for their answers, but a broker that has not heard them is told again.
             seq = next(self._numbers) if isinstance(body, (Detach, Released)) else 0
+            if seq:
+                self._unheard[seq] = body
             connection.post(connection.encode(seq, self.timeout, body))
+
+    @property
+    def unheard(self) -> list[Body]:
+        """What was told and not answered yet. For `on_lost`: after that it is forgotten."""
+        return list(self._unheard.values())
 
     def segment(self, number: int, writable: bool) -> Mapping:
         """The map of a segment that a grant has named. For hooks."""
@@ -278,6 +286,8 @@ class Link:
         try:
             return future.result(timeout)
         except FutureTimeout:
+            if future.done():
+                raise  # the job's own
             raise DeadlineExceeded(f"the client's receiver thread was busy for {timeout:g} s") from None
 
     def close(self) -> None:
@@ -347,6 +357,7 @@ class Link:
             error if isinstance(error, ProtocolError) else BrokerLost(f"{error}; the client reconnects")
         )
         self.on_lost(session)
+        self._unheard.clear()
 
     def _fail_all(self, error: BrokerError) -> None:
         while self._waiting:
@@ -463,6 +474,8 @@ class Link:
                 self._undo(body)
                 error = failure
         waiter = self._waiting.pop(answer.seq, None)
+        if waiter is None and self._unheard.pop(answer.seq, None) is not None:
+            return
         if waiter is None:
             self.late_answers += 1
             self._undo(body)

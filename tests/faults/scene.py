@@ -294,6 +294,9 @@ class Life:
                         self._hear(victim)
                 self._notice()
         except Lost:
+            with suppress(Lost):
+                while True:  # its last words
+                    actor.receive()
             self._notice()
             assert self.action == "kill" and self.role == name and self.tripped, f"{name} died"
             self._mourn(name)
