@@ -53,7 +53,7 @@ from .buffers import BufferPool
 from .cuda import DriverError
 from .gpu import Gpu, Place
 from .mapping import Mapping
-from .path import PATIENCE, choose, spell_out
+from .path import choose, spell_out
 from .tensors import Layout, build, export, layout
 
 if TYPE_CHECKING:
@@ -676,13 +676,14 @@ class FeatureTable:
         self._shared = False
         self._lost.append((time.monotonic() + _LOST_ENTRIES, session))
 
+    def give_up(self) -> None:
+        """Nobody waits for the attachment any more."""
+        self._open = False
+
     def attach(self, timeout: float | None = None) -> None:
         """Tell the broker who we are; also after each reconnection."""
-        if self._open:
-            seconds = self._link.timeout if timeout is None else timeout
-            self._link.run(lambda: self._attach(timeout), seconds + PATIENCE + 1.0)
-
-    def _attach(self, timeout: float | None) -> None:
+        if not self._open:
+            return
         if self._quiet:
             raise BrokerError("graphs are being captured: the table is attached after that")
         path = choose(self._link, self.device, self._gpus)

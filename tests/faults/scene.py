@@ -360,7 +360,8 @@ class Life:
         """Everything that a producer and an engine do, in order."""
         path = str(self.stage.directory)
         self.ask("engine", "connect", path=path, name="engine-a")
-        self.ask("engine", "attach", engine="a", access=self.random.choice(["readonly", "copy"]))
+        access = "copy" if self.step in ("copy", "copied") else self.random.choice(["readonly", "copy"])
+        self.ask("engine", "attach", engine="a", access=access)
         self.ask("producer", "connect", path=path, name="producer")
         for _ in range(2):  # the second time with hits
             seeds, sizes = self._features()
