@@ -328,6 +328,8 @@ class Server:
             "instance": self.settings.name,
             "directory": str(self.settings.path),
             "sessions_limit": self.settings.limits.sessions,
+            "messages_in": self.control.received,
+            "messages_out": self.control.sent,
             "outboxes": waiting,
             "outbox_deepest": deepest,
             "segment_descriptors": 2 * len(self.segments),

@@ -20,6 +20,7 @@ import torch
 import mmbroker
 from mmbroker.proto.errors import BrokerError, FeatureMissing, StaleReference
 
+from . import load
 from .steps import cut, install_client, trap
 
 #: How long each call of a client may take, in seconds.
@@ -215,6 +216,9 @@ def _unwire(ref: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(channel: socket.socket, **arm: Any) -> None:
+    """`arm`: a step and what to do there; see `steps.Trap`. With `part`, it is one of the load's instead."""
+    if "part" in arm:
+        load.part(channel, **arm)
     torch.set_num_threads(1)
     install_client()
     trap.channel = channel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import threading
 from typing import Any
@@ -33,7 +34,7 @@ def main(channel: socket.socket, settings: str, traceable: bool = True, **arm: A
 
 
 def _listen(channel: socket.socket) -> None:
-    """Arm and disarm on demand."""
+    """Arm and disarm on demand. Without anybody to ask for it, the broker ends."""
     while data := channel.recv(1 << 16):
         verb, arguments = json.loads(data)
         result: Any = None
@@ -44,3 +45,4 @@ def _listen(channel: socket.socket) -> None:
         elif verb == "seen":
             result = sorted(trap.seen)
         channel.send(json.dumps({"result": result}).encode())
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -83,6 +83,11 @@ class Stage:
         self.kill_broker()
         return self.start()
 
+    def seen(self) -> list[str]:
+        """Steps that the broker has gone through, but for those of a status."""
+        steps: list[str] = self.living.ask("seen")
+        return [step for step in steps if not step.startswith(("report.", "status"))]
+
     def status(self) -> dict[str, Any]:
         with RawClient(self.directory, name="status") as client:
             body = client.call(m.Status())
@@ -104,10 +109,10 @@ class Stage:
         self.round()
         self.sweep()
         eventually(lambda: not self.status()["pool"]["capacity"], "an empty arena")
-        self._usual = {child.pid: descriptors(child.pid) for child in (*self.others, self._living)}
+        self._usual = {child.pid: descriptors(child.pid) for child in (*self.others, self.living)}
 
     @property
-    def _living(self) -> Child:
+    def living(self) -> Child:
         assert self.broker is not None
         return self.broker
 
@@ -171,7 +176,7 @@ class Stage:
         if pool["used"] != pool["idle"]:
             return f"pool: {pool}"
         segments = sum(arena["segments"] for arena in status["arenas"])
-        pid = self._living.pid
+        pid = self.living.pid
         owned = memfds(pid)
         if len(owned) != 2 * segments or sum(dict(owned).values()) != pool["capacity"]:
             return f"the broker has descriptors {owned}, and reports {segments} segments, {pool['capacity']} bytes"
@@ -181,7 +186,7 @@ class Stage:
         for child in self.others:
             if strange := (mapped(child.pid) | {inode for inode, _ in memfds(child.pid)}) - inodes:
                 return f"a bystander has segments that the broker has not: {strange}"
-        for child in (*self.others, self._living):
+        for child in (*self.others, self.living):
             if found := descriptors(child.pid) - self._usual.get(child.pid, descriptors(child.pid)):
                 return f"process {child.pid} has more descriptors than before: {found}"
         return ""
@@ -189,7 +194,7 @@ class Stage:
     def settle_in(self) -> None:
         """After a new broker: what is usual for it now."""
         eventually(lambda: not self.status()["pool"]["capacity"], "an empty arena")
-        self._usual[self._living.pid] = descriptors(self._living.pid)
+        self._usual[self.living.pid] = descriptors(self.living.pid)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -247,6 +252,7 @@ class Life:
         self.forked = 0
         self.restarted = False
         self.dead: set[str] = set()
+        self.seen: dict[str, list[str]] = {}  # steps that both have gone through
         self.shaken = False  # both have lost their connection on purpose
         arm = {"step": step, "action": action} if step else {}
         self.cast = {
@@ -254,11 +260,11 @@ class Life:
         }
         if role == "broker" and step:
             target = self.cast[self.random.choice(["producer", "engine"])].pid
-            stage._living.ask("arm", **arm, pids=[target])
+            stage.living.ask("arm", **arm, pids=[target])
 
     @property
     def victim(self) -> Child:
-        return self.stage._living if self.role == "broker" else self.cast[self.role]
+        return self.stage.living if self.role == "broker" else self.cast[self.role]
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
@@ -356,12 +362,13 @@ class Life:
 
     # --- the life ---------------------------------------------------------------------------------------------------
 
-    def live(self) -> None:
+    def live(self, copy: bool = False) -> None:
         """Everything that a producer and an engine do, in order."""
+        copy = copy or self.step in ("copy", "copied")
         path = str(self.stage.directory)
         self.ask("engine", "connect", path=path, name="engine-a")
-        access = "copy" if self.step in ("copy", "copied") else self.random.choice(["readonly", "copy"])
-        self.ask("engine", "attach", engine="a", access=access)
+        access = self.random.choice(["readonly", "copy"])
+        self.ask("engine", "attach", engine="a", access="copy" if copy else access)
         self.ask("producer", "connect", path=path, name="producer")
         for _ in range(2):  # the second time with hits
             seeds, sizes = self._features()
@@ -377,6 +384,7 @@ class Life:
         self._rest()
         self._shake()
         for name in ("producer", "engine"):
+            self.seen[name] = self.ask(name, "seen") or []
             self.ask(name, "close")
 
     def _features(self) -> tuple[list[int], list[int]]:
@@ -424,11 +432,11 @@ class Life:
     # --- afterwards -------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Both are gone: the books balance, also while a forked child lives, and the space is everybody's."""
+        """Now both are gone: the books balance, also while a forked child lives, and the space is everybody's."""
         for actor in self.cast.values():
             actor.end()
         if self.role == "broker" and not self.tripped:
-            self.stage._living.ask("disarm")
+            self.stage.living.ask("disarm")
         assert self.tripped == bool(self.step), f"the {self.role} never came to {self.step}"
         self.stage.round()
         self.stage.sweep()
@@ -442,17 +450,12 @@ class Life:
             os.kill(self.forked, signal.SIGKILL)
             eventually(lambda: state(self.forked) == "Z", "the end of the forked child")
 
+    def __enter__(self) -> Life:
+        return self
 
-def try_out(stage: Stage, role: str, step: str, action: str, seed: int) -> None:
-    """One life with one fault, from beginning to end."""
-    life = Life(stage, role, step, action, seed)
-    try:
-        life.live()
-        life.end()
-    finally:
-        for actor in life.cast.values():
-            if actor.channel.fileno() >= 0:
-                actor.end()
-        if life.forked:
+    def __exit__(self, *exc: object) -> None:
+        for actor in self.cast.values():
+            actor.end()
+        if self.forked:
             with suppress(ProcessLookupError):
-                os.kill(life.forked, signal.SIGKILL)
+                os.kill(self.forked, signal.SIGKILL)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import threading
@@ -91,8 +92,10 @@ class Trap:
         if action == "fork":
             child = os.fork()
             if not child:
-                while True:
-                    signal.pause()
+                poll = select.poll()
+                poll.register(self.channel, 0)
+                poll.poll()  # until whoever watches hangs up, or kills it
+                os._exit(0)
         self.channel.send(json.dumps({"step": step, "action": action, "child": child}).encode())
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -89,7 +89,9 @@ class Child:
         assert readable([self.pidfd]), f"process {self.pid} does not end"
 
     def end(self) -> None:
-        """Kill it, if it still lives, and forget it."""
+        """Kill it, if it still lives, and forget it. Idempotent."""
+        if self.channel.fileno() < 0:
+            return
         if self.alive:
             self.signal(signal.SIGKILL)
         self.wait()
