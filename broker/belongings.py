@@ -12,11 +12,12 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from mmbroker.proto.errors import InvalidMessage
+from mmbroker.proto.errors import BrokerError, InvalidMessage
 from mmbroker.proto.keys import Key
 from mmbroker.proto.messages import (
     Abort,
     Body,
+    Detach,
     Drop,
     Grant,
     Item,
@@ -38,6 +39,7 @@ from .connection import Connection
 from .gpu import Gpu
 from .handles import Held, Lease, Slot
 from .link import Link
+from .path import PATIENCE
 from .table import FeatureTable
 
 #: How often the receiver thread looks at tensors that outlived their lease, in seconds.
@@ -145,7 +147,7 @@ class Belongings:
         """Tell the broker that a slot is ours no more, once the last tensor over it is gone. Never waits."""
         self._leases.pop((slot.session, slot.lease), None)
         if words and not self._told_over(slot, words):
-            self.link.remind()
+            self.link.wake()  # to look after it from now on
 
     def _told_over(self, slot: Slot, words: list[Body]) -> bool:
         if retained := slot.retained:
@@ -161,6 +163,30 @@ class Belongings:
         if found is None:
             found = self._gpus[uuid] = Gpu(cuda.open_driver(), uuid, self.link)
         return found
+
+    def attach(self, table: FeatureTable, timeout: float | None) -> None:
+        """Become a rank. In the receiver thread, which then does not lose the session halfway and attach the table to
+        the next one, for a caller that was told that it failed."""
+        seconds = self.link.timeout if timeout is None else timeout
+        try:
+            self.link.run(lambda: self._attach(table, timeout), seconds + PATIENCE + 1.0)
+        except BaseException:
+            table.give_up()
+            raise
+
+    def _attach(self, table: FeatureTable, timeout: float | None) -> None:
+        if any(other.attached for other in self.tables):
+            raise BrokerError(
+                "this client is attached already: close its table first, or connect another client"
+            )
+        self.tables.append(table)
+        try:
+            table.attach(timeout)
+        except BaseException:
+            self.tables.remove(table)
+            raise
+        if not table.attached:  # it took so long that the caller has given up
+            self.link.cast(Detach())
 
     # --- counters ---------------------------------------------------------------------------------------------------
 
@@ -226,7 +252,7 @@ class Belongings:
                 lease.broken = True
 
     def _session_lost(self, session: int) -> None:
-        self._lost.append(session)
+        self._lost += [session, *(word.session for word in self.link.unheard if isinstance(word, Released))]
         for key in [key for key in list(self._holds) if key[0] == session]:
             self._holds.pop(key, None)
         for table in list(self.tables):

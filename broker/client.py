@@ -11,7 +11,7 @@ from types import TracebackType
 
 import torch
 
-from mmbroker.proto.errors import BrokerError, DeadlineExceeded, FeatureError
+from mmbroker.proto.errors import DeadlineExceeded, FeatureError
 from mmbroker.proto.form import tensor_form
 from mmbroker.proto.keys import Key, as_key
 from mmbroker.proto.messages import Create, Created, Found, Item, Leased, Lookup
@@ -295,17 +295,8 @@ class Client:
             raise ValueError(f"access is 'copy' or 'readonly', not {access!r}")
         if not (device in ("cpu", "cuda") or device.startswith(("cuda:", "GPU-"))):
             raise ValueError(f"device is 'cpu', 'cuda', 'cuda:N' or a GPU's UUID, not {device!r}")
-        if any(table.attached for table in self._own.tables):
-            raise BrokerError(
-                "this client is attached already: close its table first, or connect another client"
-            )
         table = FeatureTable(self._link, engine, rank, world, device, access, lazy, self._own.gpu)
-        self._own.tables.append(table)
-        try:
-            table.attach(timeout)
-        except BaseException:
-            self._own.tables.remove(table)
-            raise
+        self._own.attach(table, timeout)
         return table
 
     @property

@@ -19,6 +19,7 @@ from threading import Lock
 from typing import Final
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from mmbroker.proto import messages
 from mmbroker.proto.errors import (
@@ -72,6 +73,9 @@ class Connection:
         check_length(directory)
         self.lifeline = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._dealer: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._cut = False
+        self._control = (-1, -1)  # descriptor and inode of the socket under the dealer
         try:
             welcome = self._shake_hands(directory, name, namespace, deadline)
             self.boot, self.session, self.namespace = welcome.boot, welcome.session, welcome.namespace
@@ -128,13 +132,33 @@ class Connection:
         # A socket that reconnects by itself would speak to the next broker under this session's name.
         dealer.reconnect_ivl = -1
         dealer.immediate = 1
+        # Nor would it say that it was cut off: it would wait for a peer that never comes.
+        self._monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         dealer.connect(f"ipc://{directory / welcome.control}")
         if not dealer.poll(max(1, int((deadline - time.monotonic()) * 1000)), zmq.POLLOUT):
             raise ConnectTimeout(
                 f"the broker at {directory} shook hands, but its control socket did not answer in time: "
                 "see whether its process is stopped or overloaded"
             )
+        self.read_monitor()
         return int(dealer.get(zmq.FD))
+
+    @property
+    def monitor_fd(self) -> int:
+        """Readable once there may be something for `read_monitor`."""
+        assert self._monitor is not None
+        return int(self._monitor.getsockopt(zmq.FD))
+
+    def read_monitor(self) -> None:
+        """See how the control connection is: once it was cut, nothing comes or goes any more, and `receive` says so."""
+        monitor = self._monitor
+        while monitor is not None and int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            news = recv_monitor_message(monitor)
+            if news["event"] != zmq.EVENT_CONNECTED:
+                self._cut = True
+                return
+            with suppress(OSError):  # cut already, which is the next news
+                self._control = (news["value"], os.fstat(news["value"]).st_ino)
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -186,7 +210,9 @@ class Connection:
 
     def receive(self) -> tuple[list[bytes], bool]:
         """What the broker has sent, up to a batch, and whether there may be more now; if not, `control_fd` becomes
-        readable, or the wake descriptor, when there is."""
+        readable, or the wake descriptor, when there is. Raises `BrokerLost` if the connection was cut."""
+        if self._cut:
+            raise BrokerLost("the control connection to the broker was cut")
         batch: list[bytes] = []
         with self._lock:
             dealer = self._dealer
@@ -332,6 +358,10 @@ class Connection:
         with self._lock:
             dealer, self._dealer = self._dealer, None
             if dealer is not None:
+                if self._monitor is not None:
+                    dealer.disable_monitor()
+                    self._monitor.close(linger=0)
+                    self._monitor = None
                 dealer.close(linger=0)
         self.lifeline.close()
         for found in self._segments.values():
@@ -341,6 +371,12 @@ class Connection:
         self._outbox.clear()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: close our copy of the lifeline, so that it does not outlive the parent's session."""
+        """In a forked child: close our copies of both connections, so that they do not outlive the parent's session."""
         self._lost = True
         self.lifeline.close()
+        fd, inode = self._control
+        with suppress(OSError):
+            if (
+                os.fstat(fd).st_ino == inode
+            ):  # else the parent has closed it, and uses its number for something else
+                os.close(fd)

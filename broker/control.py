@@ -92,6 +92,7 @@ class Control:
         self._retry_delay = _RETRY[0]
         self._dismissing: asyncio.TimerHandle | None = None
         self._looking = False  # the socket is being looked at, or will be
+        self.received = self.sent = 0  # messages
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         options = {
@@ -155,6 +156,7 @@ class Control:
         self._loop.call_soon(self._look)
 
     def _receive(self, routing: bytes, frames: list[bytes]) -> None:
+        self.received += 1
         line = self._by_routing.get(routing)
         try:
             if len(frames) != 1:
@@ -247,6 +249,7 @@ class Control:
             self.forget(line.session)
             self._office.lost(line.session, None)
             return False
+        self.sent += 1
         return True
 
     def _keep(self, line: _Line, data: bytes) -> None:

@@ -123,6 +123,8 @@ class Holds:
                 session.unacked.pop(hold.number, None)
             elif rank is not Rank.DETACHED:
                 self.books.out.dismiss(number, hold.number)
+            elif (heir := self._heir(self.books.sessions[number])) is not None:
+                self.books.out.dismiss(heir.number, hold.number)
         self._close_if_settled(hold, now)
 
     # --- the ranks' side --------------------------------------------------------------------------------------------
@@ -178,6 +180,22 @@ class Holds:
                 self._lost(hold.ticket, session, now)
         if self.replicas is not None:
             self.replicas.loader_ended(session, now)
+
+    def inherit(self, heir: Session) -> None:
+        """A rank has attached anew: its table still has what was granted to sessions that it lost, and is told of the
+        holds that ended meanwhile. It answers with `Released` once nothing of such a session is left."""
+        for lost in self.books.sessions.values():
+            if lost.grants and self._heir(lost) is heir:
+                for hold in lost.grants.values():
+                    if hold.over:
+                        self.books.out.dismiss(heir.number, hold.number)
+
+    def _heir(self, lost: Session) -> Session | None:
+        """The living session of the same process as the same rank of the same engine."""
+        engine = self.books.engines.get((lost.namespace, lost.engine_name))
+        number = engine.ranks.get(lost.rank) if engine is not None else None
+        heir = self.books.sessions[number] if number is not None else None
+        return heir if lost.ended and heir is not None and heir.process == lost.process else None
 
     def orphan(self, session: Session, now: float) -> None:
         """A producer has ended: what it was still asking for is over, what it may have sent goes on for a while."""

@@ -110,11 +110,12 @@ class Link:
         self._asked_namespace = namespace
         self._numbers = count(1)
         self._waiting: dict[int, Waiter] = {}
+        self._unheard: dict[int, Body] = {}
         self._jobs: deque[Callable[[], None]] = deque()
         self._chores_due = 0.0
         self._closing = False
         self._closed = False
-        self._end = threading.Lock()
+        self._end = threading.RLock()  # a finaliser may wake the thread while its own is at it
         self._why = ""
         self.connected = True
         self._thread = threading.Thread(target=self._run, name="mmbroker-receiver", daemon=True)
@@ -251,9 +252,16 @@ class Link:
         """Tell the broker something; never waits, never fails. Forgotten if there is no session, or not `session`."""
         connection = self._connection
         if not (connection.lost or self.forked or session not in (None, connection.session)):
-            # These two are calls: whether they were heard is of no interest here, but the broker answers them.
+            # These two are calls: nobody waits for their answers, but a broker that has not heard them is told again.
             seq = next(self._numbers) if isinstance(body, (Detach, Released)) else 0
+            if seq:
+                self._unheard[seq] = body
             connection.post(connection.encode(seq, self.timeout, body))
+
+    @property
+    def unheard(self) -> list[Body]:
+        """What was told and not answered yet. For `on_lost`: after that it is forgotten."""
+        return list(self._unheard.values())
 
     def segment(self, number: int, writable: bool) -> Mapping:
         """The map of a segment that a grant has named. For hooks."""
@@ -271,7 +279,9 @@ class Link:
         return self._connection.fresh_segments()
 
     def wake(self) -> None:
-        """Let the receiver thread do its chores now."""
+        """Let the receiver thread do its chores now. From any thread, also in a finaliser."""
+        if self.forked:
+            return  # that thread, and whoever had the lock, are the parent's
         with self._end:
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
@@ -359,6 +369,7 @@ class Link:
             error if isinstance(error, ProtocolError) else BrokerLost(f"{error}; the client reconnects")
         )
         self.on_lost(session)
+        self._unheard.clear()
 
     def _fail_all(self, error: BrokerError) -> None:
         while self._waiting:
@@ -439,7 +450,13 @@ class Link:
         connection = self._connection
         if self._poller is None:
             self._poller = select.poll()
-            for fd in (connection.control_fd, connection.lifeline.fileno(), self._wake_fd):
+            watched = (
+                connection.control_fd,
+                connection.lifeline.fileno(),
+                connection.monitor_fd,
+                self._wake_fd,
+            )
+            for fd in watched:
                 self._poller.register(fd, select.POLLIN)
             ready = [(connection.control_fd, select.POLLIN)]
         else:
@@ -448,6 +465,8 @@ class Link:
         for fd, _ in ready:
             if fd == self._wake_fd:
                 self._clear_wake()
+            elif fd == connection.monitor_fd:
+                connection.read_monitor()
             elif fd != connection.control_fd:
                 connection.read_lifeline()
                 self.remind()
@@ -490,6 +509,8 @@ class Link:
                 self._undo(body)
                 error = failure
         waiter = self._waiting.pop(answer.seq, None)
+        if waiter is None and self._unheard.pop(answer.seq, None) is not None:
+            return
         if waiter is None:
             self.late_answers += 1
             self._undo(body)

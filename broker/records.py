@@ -205,6 +205,7 @@ class Session:
     quarantine: list[Slot] = field(default_factory=list)
     segments: set[tuple[int, bool]] = field(default_factory=set)  # (number, writable) it was sent
     engine: Engine | None = None
+    engine_name: str = ""  # stays when it has ended, as its rank does
     rank: int = 0
     device: str = ""
     access: str = ""
@@ -223,3 +224,8 @@ class Session:
     def features(self) -> int:
         """Leases and holds."""
         return len(self.leases) + len(self.holds)
+
+    @property
+    def process(self) -> tuple[int, int, str]:
+        """Tells whose session it is: a client that comes back is the same process in the same namespace."""
+        return self.uid, self.pid, self.namespace

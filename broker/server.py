@@ -13,6 +13,7 @@ import resource
 import secrets
 import signal
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -91,6 +92,8 @@ _GRAIN: Final = 0.001
 
 AnySegment = HostSegment | DeviceSegment
 
+_running: weakref.WeakSet[Server] = weakref.WeakSet()
+
 
 def serve(settings: Settings) -> int:
     """Run a broker in the foreground until it is told to end. Its exit code: 0, or 1 if its own books broke.
@@ -123,6 +126,7 @@ class Server:
     async def run(self) -> int:
         self.loop = asyncio.get_running_loop()
         self._over: asyncio.Future[int] = self.loop.create_future()
+        _running.add(self)
         self.loop.set_exception_handler(self._broken)
         for signum in SIGNALS:
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup
@@ -426,6 +430,8 @@ class Server:
             "directory": str(self.settings.path),
             "page": self._url,
             "sessions_limit": self.settings.limits.sessions,
+            "messages_in": self.control.received,
+            "messages_out": self.control.sent,
             "outboxes": waiting,
             "outbox_deepest": deepest,
             "segment_descriptors": 2 * len(self.segments),
@@ -439,3 +445,14 @@ def _raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _after_fork_in_child() -> None:
+    """A forked child is no broker. It must not keep this one's lock, listeners, lifelines and memory once it is gone:
+    clients would wait for it, and no other could start in its place."""
+    if _running:
+        _running.clear()
+        os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -229,7 +229,7 @@ class Broker:
         if engine is None:
             engine = self.books.engines[place] = Engine(call.engine, session.namespace, call.world)
         engine.ranks[call.rank] = session.number
-        session.engine, session.rank = engine, call.rank
+        session.engine, session.engine_name, session.rank = engine, engine.name, call.rank
         session.device, session.access, session.lazy = call.device, call.access, call.lazy
         session.gpu = call.path == "device" and bool(self.limits.device) and call.device == self.limits.device
         session.path, session.why = plain(call.path, NAME_LIMIT), plain(call.why, 500)
@@ -239,6 +239,7 @@ class Broker:
             for segment in self.books.pool.arena(session.namespace):
                 if segment.ready:
                     self.books.announce(self.books.pool, segment)
+        self.holds.inherit(session)
         self.books.stirred = True
         self.books.respond(session, seq, m.Attached(engine.complete, "device" if session.gpu else "host"))
 
@@ -298,7 +299,7 @@ class Broker:
         if old is None or old is session:
             self.books.respond(session, seq, m.Done())
             return
-        if (old.uid, old.pid, old.namespace) != (session.uid, session.pid, session.namespace):
+        if old.process != session.process:
             text = "that session belongs to another process, or is not known: release only your own"
             self.books.respond(session, seq, m.Failed("UnknownSession", text))
             return

@@ -37,7 +37,7 @@ from . import mapping
 from .buffers import BufferPool
 from .entry import Entry, Key, Use
 from .gpu import Gpu
-from .path import PATIENCE, Path, again, choose, spell_out
+from .path import Path, again, choose, spell_out
 from .residence import Residence
 
 if TYPE_CHECKING:
@@ -394,13 +394,14 @@ class FeatureTable:
         self._residence.shared = False
         self._lost.append((time.monotonic() + _LOST_ENTRIES, session))
 
+    def give_up(self) -> None:
+        """Nobody waits for the attachment any more."""
+        self._open = False
+
     def attach(self, timeout: float | None = None) -> None:
         """Tell the broker who we are; also after each reconnection."""
-        if self._open:
-            seconds = self._link.timeout if timeout is None else timeout
-            self._link.run(lambda: self._attach(timeout), seconds + PATIENCE + 1.0)
-
-    def _attach(self, timeout: float | None) -> None:
+        if not self._open:
+            return
         if self._quiet:
             raise BrokerError("graphs are being captured: the table is attached after that")
         path = choose(self._link, self.device, self._gpus)

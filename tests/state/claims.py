@@ -32,6 +32,10 @@ class Client:
     engine: str | None = None
     rank: int = 0
 
+    @property
+    def process(self) -> tuple[int, int, str]:
+        return self.opened.uid, self.opened.pid, self.opened.namespace
+
 
 @dataclass(eq=False)
 class Claim:
@@ -162,8 +166,7 @@ class Claims:
         old = self.clients.get(number)
         if old is None or old is client:
             return
-        mine = (client.opened.uid, client.opened.pid, client.opened.namespace)
-        if mine == (old.opened.uid, old.opened.pid, old.opened.namespace):
+        if client.process == old.process:
             old.released = True
             if old.ended:
                 self._gone(number)

@@ -93,8 +93,9 @@ class Ledger(Claims):
             case m.Dismissed(holds):
                 for number in holds:
                     hold = self.holds[number]
-                    assert hold.ranks.get(session) in ("granted", "acked"), "dismissed without a grant"
-                    assert session not in hold.dismissed, "dismissed twice"
+                    if not self._inherited(client, hold):
+                        assert hold.ranks.get(session) in ("granted", "acked"), "dismissed without a grant"
+                        assert session not in hold.dismissed, "dismissed twice"
                     ended = hold.over or hold.orphaned + self.limits.producer_grace <= self.now
                     assert ended or hold.owner is None, "dismissed though its producer holds it"
                     hold.dismissed.add(session)
@@ -102,6 +103,13 @@ class Ledger(Claims):
                 for number in segments:
                     assert {(number, True), (number, False)} & client.segments
                     assert number not in self.segments
+
+    def _inherited(self, client: Client, hold: HoldView) -> bool:
+        """Was it granted to a session that the same rank's process has lost?"""
+        earlier = [self.clients[session] for session in hold.ranks]
+        return any(
+            lost.ended and (lost.process, lost.rank) == (client.process, client.rank) for lost in earlier
+        )
 
     def _granted(self, session: int, client: Client, grant: m.Grant) -> None:
         ref = grant.ref

@@ -162,6 +162,26 @@ def test_a_process_may_confirm_that_it_let_go_of_an_earlier_session() -> None:
     assert kinds(peer, seq) == ["Leased"]
 
 
+def test_who_attaches_again_hears_of_holds_that_ended_meanwhile() -> None:
+    """Its table still has them: they would stay until they expire there."""
+    shell = Shell()
+    peer = shell.client()
+    (rank,) = shell.engine()
+    early, late = peer.put(item("x"), to="engine") + peer.put(item("y"), to="engine")
+    rank.end(alive=True)
+    peer.drop(early)
+    back, stranger = shell.client(pid=rank.pid), shell.client(pid=rank.pid)
+    stranger.attach("other")
+    back.attach("engine")
+    assert back.told == {early.hold}
+    peer.drop(late)
+    assert back.told == {early.hold, late.hold}
+    assert not stranger.told, "another engine of that process"
+    assert shell.report()["holds"] == 2, "it has yet to say that it let go"
+    back.ask(m.Released(rank.number))
+    assert shell.report()["holds"] == 0
+
+
 def test_nobody_else_may_confirm_that() -> None:
     shell = Shell(pages=4, segment=4)
     peer, rank, seq = held_by_rank(shell)

@@ -1,0 +1,160 @@
+"""The long form: load with memory watched, every fault, restarts, a stopped engine. `make soak` runs it.
+
+    python -m tests.faults.soak [--features 200000] [--seed N] [--json FILE] [PART ...]
+
+Its parts are ``load``, ``stopped``, ``restarts`` and ``campaign``. What they found is written as JSON, after each of
+them and at each tenth of the load, so that a run that was cut off has said something, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mmbroker.vitals import version
+
+from . import restarts, stopped
+from .campaign import Theatre, everything
+from .load import Load, Memory
+from .scene import Stage
+from .zygote import readable
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+PROCESSES, THREADS = 8, 2
+ENGINES = {"a": "readonly", "b": "readonly", "c": "readonly", "d": "copy"}
+ARENA_MIB = 32
+#: How much more memory a process may have at the end than after the first tenth.
+GROWTH = 0.05
+
+Note = Callable[[dict[str, Any]], None]
+
+
+def load(features: int, seed: int, note: Note) -> dict[str, Any]:
+    """16 producers and 4 engines; every process's memory at each tenth."""
+    stage = Stage(host_mib=ARENA_MIB, segment_mib=8)
+    stage.start()
+    work = Load(stage.clients, stage.directory, seed)
+    found: dict[str, Any] = {"asked": features, "arena_mib": ARENA_MIB, "tenths": []}
+    try:
+        for name, access in ENGINES.items():
+            work.engine(name, access=access)
+        before, started = stage.status()["daemon"], time.monotonic()
+        for n in range(PROCESSES):
+            work.producer(f"p{n}", [*ENGINES], threads=THREADS, count=-(-features // (PROCESSES * THREADS)))
+        for tenth in range(1, 11):
+            while (done := work.counts()["features"]) < features * tenth // 10:
+                assert not [name for name in work.counts() if name.startswith("broke")], work.counts()
+                readable([], 0.25)
+            memory = {"broker": Memory.of(stage.living.pid)}
+            memory |= {n: Memory.of(child.pid) for n, child in {**work.producers, **work.engines}.items()}
+            seconds = round(time.monotonic() - started, 1)
+            found["tenths"].append(
+                {"features": done, "seconds": seconds, "memory": {n: asdict(m) for n, m in memory.items()}}
+            )
+            print(
+                f"{done:9} features, {seconds:8} s, {done / seconds:6.0f} a second; broker {memory['broker'].own >> 10} KiB",
+                flush=True,
+            )
+            note(found | _sums(work, stage, before, started))
+        counts = work.finish()
+        found |= _sums(work, stage, before, started) | {"growth": growth(found["tenths"])}
+        wrong = {n: v for n, v in counts.items() if n not in ("features", "right", "longest_put_ms")}
+        assert not wrong, wrong
+        assert counts["features"] == counts["right"] >= features
+        status = stage.status()
+        assert not (status["holds"] or status["leases"] or status["quarantined"])
+        too_much = {n: g for n, g in found["growth"].items() if g > GROWTH}
+        assert not too_much, f"more memory than after the first tenth: {too_much}"
+        return found
+    finally:
+        work.close()
+        stage.close()
+
+
+def _sums(work: Load, stage: Stage, before: dict[str, Any], started: float) -> dict[str, Any]:
+    counts, daemon, seconds = work.counts(), stage.status()["daemon"], time.monotonic() - started
+    sums = {name: daemon[name] - before[name] for name in ("messages_in", "messages_out")}
+    done = max(1, counts["features"])
+    return {
+        "counts": dict(counts),
+        "seconds": round(seconds, 1),
+        "features_per_second": round(done / seconds, 1),
+        **sums,
+        "messages_per_feature": round(sum(sums.values()) / done, 2),
+        "loop_lag_worst_ms": round(daemon["loop_lag_worst"] * 1000, 1),
+    }
+
+
+def growth(tenths: list[dict[str, Any]]) -> dict[str, float]:
+    """By how much each process's own memory has grown from the first tenth to the last, as a share."""
+    first, last = tenths[0]["memory"], tenths[-1]["memory"]
+    return {name: round(last[name]["own"] / first[name]["own"] - 1, 4) for name in first}
+
+
+def campaign(seed: int, note: Note) -> dict[str, Any]:
+    """Every step with every action."""
+    theatre, started, failures = Theatre(), time.monotonic(), []
+    faults = list(everything())
+    for at, fault in enumerate(faults):
+        try:
+            theatre.play(*fault, seed)
+        except Exception:
+            traceback.print_exc()
+            failures.append(":".join(fault))
+        if at % 100 == 99:
+            print(f"{at + 1:4} of {len(faults)} faults", flush=True)
+    theatre.close()
+    assert not failures, failures
+    return {"faults": len(faults), "seconds": round(time.monotonic() - started), "longest_ms": theatre.worst}
+
+
+@click.command()
+@click.option("--features", default=200_000, show_default=True)
+@click.option("--seed", default=lambda: int(time.time()), type=int)
+@click.option("--json", "path", type=click.Path(path_type=Path))
+@click.argument("parts", nargs=-1, type=click.Choice(["load", "stopped", "restarts", "campaign"]))
+def main(features: int, seed: int, path: Path | None, parts: tuple[str, ...]) -> None:
+    path = path or RESULTS / f"soak-{date.today()}.json"
+    results: dict[str, Any] = {
+        "date": str(date.today()),
+        "version": version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}",
+        "seed": seed,
+    }
+    work: dict[str, Callable[[Note], dict[str, Any]]] = {
+        "load": lambda note: load(features, seed, note),
+        "stopped": lambda note: stopped.run(60.0),
+        "restarts": lambda note: restarts.run([0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0], seed),
+        "campaign": lambda note: campaign(seed, note),
+    }
+    failed = False
+    for name in parts or work:
+        print(f"{name}, seed {seed}", flush=True)
+
+        def note(found: dict[str, Any], name: str = name) -> None:
+            results[name] = found
+            path.write_text(json.dumps(results, indent=1) + "\n")
+
+        try:
+            note(work[name](note))
+        except Exception as error:
+            traceback.print_exc()
+            note({**results.get(name, {}), "failed": f"{type(error).__name__}: {error}"})
+            failed = True
+    print(path)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
