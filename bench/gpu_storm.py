@@ -22,7 +22,7 @@ import mmbroker
 from .gpu_memory import MIB
 from .gpu_memory import free as free_memory
 from .gpu_peers import PATIENCE, Engine, device, fake, uuid
-from .processes import Workshop
+from .processes import Workshop, results
 
 BATCH = 8
 #: Features of one worker that are under way at most; both engines together may have twice as many.
@@ -276,10 +276,10 @@ def storm(
             reader.start("serve", len(writers), number)
         for writer in writers:
             writer.start("feed", features // 2)
-        fed = [writer.result() for writer in writers]
+        fed = results(writers, readers)
         for writer in writers:
             writer.call("close")
-        counts = [reader.result() for reader in readers]
+        counts = results(readers)
         ended = time.monotonic()
         say("storm: back to the reserve")
         while (device_pool := broker.status()["device"])["capacity"] > reserve * MIB:

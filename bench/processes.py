@@ -194,6 +194,26 @@ class Remote:
             self.call("close")
 
 
+def results(asked: Iterable[Remote], beside: Iterable[Remote] = ()) -> list[Any]:
+    """The results of all that were asked. If one fails, every failure is told, of those beside them too: the first to
+    be seen may be the consequence of another."""
+    found, failures = [], []
+    for remote in asked:
+        try:
+            found.append(remote.result())
+        except RuntimeError as error:
+            failures.append(str(error))
+    if failures:
+        for remote in beside:
+            try:
+                if remote.worker.link.poll(PATIENCE):
+                    remote.result()
+            except RuntimeError as error:
+                failures.append(str(error))
+        raise RuntimeError("\n".join(failures))
+    return found
+
+
 def _serve(link: Connection) -> None:
     """A worker's life. Ctrl-C is the parent's business, which then ends this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

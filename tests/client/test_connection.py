@@ -75,6 +75,7 @@ def connection(dealer: Dealer) -> Iterator[Connection]:
     made._dealer = dealer  # type: ignore[assignment]
     made._lock = NeverWaited()  # type: ignore[assignment]
     made._outbox = deque()
+    made._cut = False
     yield made
     os.close(made._wake_fd)
 

@@ -176,5 +176,5 @@ def test_the_modality_is_part_of_the_identity(readonly: Rig, modality: str) -> N
 
 
 def test_a_modality_too_long_is_refused(readonly: Rig) -> None:
-    with pytest.raises(InvalidMessage, match="64 characters"):
+    with pytest.raises(InvalidMessage, match="at most 64 printable characters"):
         readonly.client.put(torch.ones(1), modality="m" * 65)
