@@ -147,7 +147,7 @@ class Gpu:
 
     def pin(self, host: Mapping) -> None:
         """Let the GPU read a host segment by itself. Where that is refused, copies are slower, and the log says why."""
-        address = mapping.address_of(host.view(0, host.nbytes))
+        address = host.address
         if address in self._pinned or self.unpinned:
             return
         self.enter()
@@ -157,6 +157,7 @@ class Gpu:
                 size = min(PIECE, host.nbytes - offset)
                 self.driver.pin(address + offset, size, read_only=not host.writable)
                 pieces.append(address + offset)
+            host.pinned()
         except DriverError as error:
             self.unpinned = str(error)
             _log.warning("mmbroker: host memory stays unpinned, copies to the GPU are slower: %s", error)

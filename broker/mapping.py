@@ -64,7 +64,7 @@ class Mapping:
         region = (ctypes.c_ubyte * nbytes).from_address(address)
         weakref.finalize(region, _bury, address, nbytes, os.getpid()).atexit = False
         self.nbytes = nbytes
-        self._address = address
+        self.address = address
         self._populate = 0
         self._warm: set[int] = set()
         self.writable = bool(prot & _PROT_WRITE)
@@ -74,7 +74,7 @@ class Mapping:
     def of(cls, fd: int, nbytes: int, writable: bool) -> Mapping:
         """The segment behind a descriptor, which may be closed afterwards. Not inherited by forked children."""
         mapping = cls(fd, nbytes, _PROT_READ | _PROT_WRITE if writable else _PROT_READ, _MAP_SHARED)
-        _madvise(mapping._address, nbytes, _MADV_DONTFORK)
+        _madvise(mapping.address, nbytes, _MADV_DONTFORK)
         mapping._populate = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
         return mapping
 
@@ -83,9 +83,13 @@ class Mapping:
         """Memory of this process alone."""
         return cls(-1, nbytes, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE | _MAP_ANONYMOUS)
 
+    def pinned(self) -> None:
+        """Its pages are in place for good: there is nothing to populate any more, which is a walk through all of them."""
+        self._populate = 0
+
     def before_unmap(self, undo: Callable[[], None]) -> None:
         """Have the sweeper call `undo` just before it takes the map apart."""
-        _undo[self._address] = undo
+        _undo[self.address] = undo
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Bytes `offset` to `offset + nbytes`; the map stays at least as long as the view, and views of it.
@@ -108,7 +112,7 @@ class Mapping:
         for piece in range(offset // _PIECE, -(-(offset + nbytes) // _PIECE)):
             if piece not in self._warm:
                 start = piece * _PIECE
-                _madvise(self._address + start, min(_PIECE, self.nbytes - start), self._populate)
+                _madvise(self.address + start, min(_PIECE, self.nbytes - start), self._populate)
                 self._warm.add(piece)
 
 

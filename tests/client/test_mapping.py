@@ -109,7 +109,7 @@ def test_pages_are_in_place_before_they_are_touched(segment: Callable[[int], int
     """Of what is asked for, in whole pieces, up to a segment's odd end."""
     size = 9 * MIB + 4096
     whole = Mapping.of(segment(size), size, writable)
-    address = whole._address
+    address = whole.address
     assert resident(address) == 0
     whole.view(5 * MIB, 10)
     assert resident(address) == 2 * MIB
@@ -131,3 +131,12 @@ def test_private_memory_is_zero_and_its_own() -> None:
     mapping.copy(second.view(100, 1000), mapping.address_of(first.view(0, 1)))
     assert bytes(second.view(99, 1002)) == b"\0" + b"x" * 1000 + b"\0"
     mapping.copy(second.view(0, 0), 0)  # nothing
+
+
+def test_pinned_pages_are_not_populated_again(segment: Callable[[int], int]) -> None:
+    """Whoever pinned them has faulted them in; here nobody has, so that it shows."""
+    plain, pinned = Mapping.of(segment(4 * MIB), 4 * MIB, False), Mapping.of(segment(4 * MIB), 4 * MIB, False)
+    pinned.pinned()
+    for whole in (plain, pinned):
+        whole.view(0, 4 * MIB)
+    assert (resident(plain.address), resident(pinned.address)) == (4 * MIB, 0)
