@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("mmbroker")
 
 #: Host memory is pinned in pieces, so that other threads get at the address space in between.
-PIECE: Final = 8 << 20
+PIECE: Final = 16 << 20
 
 
 class DeviceMaps:
