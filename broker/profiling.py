@@ -63,6 +63,7 @@ RULES: Final = (
     Rule("rebuild", "managers/mm_utils.py", ("get_new_expanded_mm_items", "_try_simple_split", "pad_input_tokens")),
     Rule("rebuild", "", ("_get_multimodal_inputs", "_process_and_broadcast_mm_inputs")),
     Rule("broker", "mmbroker/table.py"),
+    Rule("broker", "mmbroker/entry.py"),
     Rule("broker", "mmbroker/adapters/sglang/consumer.py"),
     Rule("broker", "mmbroker/adapters/sglang/packing.py"),
     Rule("broker", "mmbroker/adapters/sglang/uses.py"),
