@@ -64,7 +64,8 @@ RULES: Final = (
     Rule("rebuild", "", ("_get_multimodal_inputs", "_process_and_broadcast_mm_inputs")),
     Rule("broker", "mmbroker/table.py"),
     Rule("broker", "mmbroker/entry.py"),
-    Rule("broker", "mmbroker/adapters/sglang/consumer.py"),
+    # Its other functions call SGLang's own.
+    Rule("broker", "mmbroker/adapters/sglang/consumer.py", ("_prepare", "_try", "_take", "_agreed", "_release")),
     Rule("broker", "mmbroker/adapters/sglang/packing.py"),
     Rule("broker", "mmbroker/adapters/sglang/uses.py"),
     Rule("forward", "", ("run_batch", "forward_batch_generation", "launch_batch_sample_if_needed")),
