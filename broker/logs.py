@@ -11,7 +11,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any, Final, TextIO
 
 FORMATS: Final = ("text", "json")
@@ -79,8 +78,9 @@ class Json(logging.Formatter):
     """``{"time": ..., "level": "warning", "logger": "mmbroker", "message": ..., "client": "worker-0", ...}``"""
 
     def format(self, record: logging.LogRecord) -> str:
+        seconds, zone = (self.formatTime(record, form) for form in ("%Y-%m-%dT%H:%M:%S", "%z"))
         told = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": f"{seconds}.{int(record.msecs):03d}{zone}",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),

@@ -236,6 +236,7 @@ METRICS: Final = (
     _counter("grants", "Features announced to ranks.", _count("grants")),
     _counter("dismissals", "Holds that were over.", _count("dismissals")),
     _counter("settled", "Grants that a rank let go.", _count("settled")),
+    _counter("device_too_large", "Grants of features larger than any place there.", _count("device_too_large")),
     _counter("device_full", "Grants that found no room on the device.", _count("device_full")),
     _counter("offers", "Places on the device that came free later.", _count("offers")),
     _counter("parked", "Device copies that a rank let go for a while.", _count("parked")),

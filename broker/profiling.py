@@ -63,7 +63,9 @@ RULES: Final = (
     Rule("rebuild", "managers/mm_utils.py", ("get_new_expanded_mm_items", "_try_simple_split", "pad_input_tokens")),
     Rule("rebuild", "", ("_get_multimodal_inputs", "_process_and_broadcast_mm_inputs")),
     Rule("broker", "mmbroker/table.py"),
-    Rule("broker", "mmbroker/adapters/sglang/consumer.py"),
+    Rule("broker", "mmbroker/entry.py"),
+    # Its other functions call SGLang's own.
+    Rule("broker", "mmbroker/adapters/sglang/consumer.py", ("_prepare", "_try", "_take", "_agreed", "_release")),
     Rule("broker", "mmbroker/adapters/sglang/packing.py"),
     Rule("broker", "mmbroker/adapters/sglang/uses.py"),
     Rule("forward", "", ("run_batch", "forward_batch_generation", "launch_batch_sample_if_needed")),

@@ -127,7 +127,7 @@ def _row(view: dict[str, Any]) -> dict[str, Any]:
     device = tiers.get("device", {"in_use": 0, "cached": 0})
     grant = view["latencies"]["grant to entry"]
     return {
-        "at": round(time.time(), 1),
+        "at": round(time.monotonic(), 1),
         "in_use": tiers["host"]["in_use"],
         "cached": tiers["host"]["cached"],
         "device": device["in_use"] + device["cached"],

@@ -63,10 +63,17 @@ UTILS = "sglang/srt/managers/mm_utils.py"
         (
             (
                 f"Scheduler._get_multimodal_inputs ({SCHEDULER}:1)",
-                "inputs (mmbroker/adapters/sglang/consumer.py:1)",
+                "Consumer._take (mmbroker/adapters/sglang/consumer.py:1)",
                 "take (mmbroker/table.py:1)",
             ),
             "broker",
+        ),
+        (
+            (
+                "Consumer.requests (mmbroker/adapters/sglang/consumer.py:1)",
+                f"Scheduler.handle_generate_request ({SCHEDULER}:1)",
+            ),
+            "schedule",
         ),
         (
             (

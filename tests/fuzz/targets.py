@@ -162,6 +162,8 @@ class Machine:
 
     def _work(self, session: int) -> None:
         """Put a feature to the engine, as far as that goes."""
+        if self.broker.admission.draining:
+            self._call(session, m.Drain(False))
         name = self._heard % 37
         self._leased = []
         form = tensor_form("uint8", (1000 * name,), "image")

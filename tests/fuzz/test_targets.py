@@ -87,7 +87,7 @@ def test_the_state_machine_hears_damaged_calls() -> None:
             pytest.fail(f"{type(error).__name__}: {error} for message {n} of the seed, {data.hex()}")
     assert machine.lives > 3
     reached = {"Created", "Sealed", "Found", "Granted", "Dismissed", "Attached", "Done", "Report"}
-    refused = {"QuotaExceeded", "NoSuchEngine", "LeaseClosed", "FeatureError", "EngineLagging"}
+    refused = {"QuotaExceeded", "NoSuchEngine", "LeaseClosed", "FeatureError", "EngineLagging", "BrokerLost"}
     assert reached | refused <= machine.answers.keys(), machine.answers
 
 
