@@ -111,9 +111,9 @@ class Server:
 
     def telling(self) -> str:
         """The lines of its log that may say what is wrong, and its end."""
-        lines = self.text().splitlines()
-        told = [line for line in lines if any(word in line for word in TELLING)][-30:]
-        return "\n".join([*told, "... the end:", *lines[-25:]])
+        lines = [line[:180] for line in self.text().splitlines()]
+        told = [line for line in lines if any(word in line for word in TELLING)][-10:]
+        return "\n".join([*told, "... the end:", *lines[-6:]])
 
 
 def free_port() -> int:
@@ -283,12 +283,12 @@ def main() -> int:
             if server.error:
                 problems.append(f"{server.name} {server.error}")
         result["problems"] = problems = [*problems, *judge(servers, result)]
-        show(servers, result, time.monotonic() - start)
         if problems:
             for server in servers:
                 print(f"\n--- {server.name}'s log\n{server.telling()}")
-            print(f"\n--- the broker's log\n{(asked.out / 'broker.log').read_text()[-3000:]}")
-            print(f"\n--- the doctor\n{command('doctor')}")
+            print(f"\n--- the broker's log\n{(asked.out / 'broker.log').read_text()[-800:]}")
+            print(f"\n--- the doctor\n{command('doctor')[:1500]}")
+        show(servers, result, time.monotonic() - start)  # last: who sees only the end sees this
     (asked.out / "gpu-serve-smoke.json").write_text(json.dumps(result, indent=1))
     return 1 if problems else 0
 
