@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -48,7 +49,7 @@ TELLING: Final = ("mmbroker", "Error", "error:", "Traceback", "Exception", "kill
 class Server:
     """One SGLang in a group of processes of its own."""
 
-    def __init__(self, name: str, model: str, out: Path, flags: tuple[str, ...]) -> None:
+    def __init__(self, name: str, model: str, out: Path, flags: Sequence[str]) -> None:
         self.name = name
         self.log = out / f"{name}.log"
         self.measured = Path(tempfile.mkdtemp(prefix="mmb-"))
@@ -56,7 +57,7 @@ class Server:
         self.answers: list[str] = []
         self.seconds: list[float] = []
         self.error = ""
-        command = (*(sys.executable, "-m", "sglang.launch_server", "--model-path", model), *FLAGS, *flags)
+        command = (*(sys.executable, "-m", "sglang.launch_server", "--model-path", model), *flags)
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--port", str(self.port)],
@@ -110,9 +111,9 @@ class Server:
 
     def telling(self) -> str:
         """The lines of its log that may say what is wrong, and its end."""
-        lines = self.text().splitlines()
-        told = [line for line in lines if any(word in line for word in TELLING)][-30:]
-        return "\n".join([*told, "... the end:", *lines[-25:]])
+        lines = [line[:180] for line in self.text().splitlines()]
+        told = [line for line in lines if any(word in line for word in TELLING)][-10:]
+        return "\n".join([*told, "... the end:", *lines[-6:]])
 
 
 def free_port() -> int:
@@ -236,6 +237,7 @@ def main() -> int:
     parser.add_argument("--gpu", default="0")
     parser.add_argument("--limit", type=float, default=145.0, help="seconds for all of it")
     parser.add_argument("--servers", default="own,broker,broker-gpu")
+    parser.add_argument("--flags", help="for the servers, in place of those that suit the GPU machine")
     asked = parser.parse_args()
     start = time.monotonic()
     deadline = start + asked.limit
@@ -249,7 +251,10 @@ def main() -> int:
             "broker": (*BROKER, str(directory)),
             "broker-gpu": (*BROKER, str(directory), "--mm-feature-transport", "cuda_ipc"),
         }
-        servers = [Server(name, asked.model, asked.out, flags[name]) for name in asked.servers.split(",")]
+        base = FLAGS if asked.flags is None else asked.flags.split()
+        servers = [
+            Server(name, asked.model, asked.out, (*base, *flags[name])) for name in asked.servers.split(",")
+        ]
         for server in servers:
             stack.callback(server.end)
         bodies = requests()
@@ -278,12 +283,12 @@ def main() -> int:
             if server.error:
                 problems.append(f"{server.name} {server.error}")
         result["problems"] = problems = [*problems, *judge(servers, result)]
-        show(servers, result, time.monotonic() - start)
         if problems:
             for server in servers:
                 print(f"\n--- {server.name}'s log\n{server.telling()}")
-            print(f"\n--- the broker's log\n{(asked.out / 'broker.log').read_text()[-3000:]}")
-            print(f"\n--- the doctor\n{command('doctor')}")
+            print(f"\n--- the broker's log\n{(asked.out / 'broker.log').read_text()[-800:]}")
+            print(f"\n--- the doctor\n{command('doctor')[:1500]}")
+        show(servers, result, time.monotonic() - start)  # last: who sees only the end sees this
     (asked.out / "gpu-serve-smoke.json").write_text(json.dumps(result, indent=1))
     return 1 if problems else 0
 

@@ -42,7 +42,7 @@ from mmbroker.proto.reference import BOOT_BYTES
 from mmbroker.proto.tags import boot_tag, session_tag
 
 from . import cuda, logs, report
-from .arena import memory
+from .arena import memory, numa
 from .arena.device import DeviceSegment
 from .arena.host import HostSegment
 from .config import MIB, Settings
@@ -143,7 +143,7 @@ class Server:
         _raise_descriptor_limit()
         self.vitals = Vitals(self.loop)
         stack.callback(self.vitals.close)
-        self.memory_thread = ThreadPoolExecutor(1, "mmbroker-memory")
+        self.memory_thread = ThreadPoolExecutor(1, "mmbroker-memory", self._near_the_gpu)
         stack.callback(self._free)
         self.lifelines = Lifelines(self.loop, instance.lifeline, self._uids.__contains__, self, self.vitals)
         stack.callback(self.lifelines.close)
@@ -204,6 +204,16 @@ class Server:
         stack.callback(listener.close)
         self._url = listener.address.url
         return self._url
+
+    def _near_the_gpu(self) -> None:
+        """Host memory lies where the GPU that reads it is near, wherever this broker was started."""
+        device = self.settings.limits.device
+        try:
+            node = cuda.open_driver().node(device) if device else None
+            if node is not None:
+                numa.prefer(node)
+        except (cuda.DriverError, OSError) as error:
+            log.warning("host memory may lie far from the GPU, which makes copies slower: %s", error)
 
     def _free(self) -> None:
         self.memory_thread.shutdown(wait=True)

@@ -365,7 +365,7 @@ class FeatureTable:
         self._try_pause = min(self._try_pause * 2, _FULL_WATCH[1])
         self._next_try = time.monotonic() + self._try_pause
         with suppress(BrokerError):
-            self._move(again(self._link, gpu), None)
+            self._move(again(self._link, gpu), PATIENCE)
 
     def chores(self, now: float) -> float:
         """Settle what has come to its end; returns in how many seconds to look again."""
@@ -418,14 +418,15 @@ class FeatureTable:
 
     def _move(self, path: Path, timeout: float | None) -> None:
         """Take a path, and tell the broker which."""
-        self.path = path.name
         self._residence.gpu = path.gpu or self.gpu  # what was entered before needs it
+        self._residence.shared = path.name == "device"  # offers may come before the answer
         reply = self._link.call(
             Attach(
                 self.engine, self.rank, self.world, path.device, self.access, self.lazy, path.name, path.why
             ),
             timeout,
         )
+        self.path = path.name
         self._residence.shared = isinstance(reply, Attached) and reply.tier == "device"
         self._next_try = time.monotonic() + self._try_pause if path.full else math.inf
 

@@ -45,6 +45,10 @@ class Driver(Protocol):
         """The processes with a context on a GPU: pid and bytes, -1 where they are not told."""
         ...
 
+    def node(self, uuid: str) -> int | None:
+        """The NUMA node of the host that a GPU is nearest to; None: not known, or there is but one."""
+        ...
+
     def granularity(self, uuid: str) -> int:
         """Exported memory comes in multiples of this."""
         ...

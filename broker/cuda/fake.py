@@ -87,6 +87,10 @@ class FakeDriver:
     def processes(self, uuid: str) -> dict[int, int]:
         return self.machine.processes(uuid)
 
+    def node(self, uuid: str) -> int | None:
+        node = self.machine.make.node
+        return node if node >= 0 else None
+
     def granularity(self, uuid: str) -> int:
         self._known(uuid, "cuMemGetAllocationGranularity")
         return self.machine.make.granularity

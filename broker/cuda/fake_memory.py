@@ -39,7 +39,8 @@ _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """What a machine is made of. `late`: how late, in microseconds, things happen on average; `context`: its bytes."""
+    """What a machine is made of. `late`: how late, in microseconds, things happen on average; `context`: its bytes;
+    `node`: the NUMA node near its GPUs, -1: not told."""
 
     uuids: Sequence[str] = ("GPU-fa4e0000-0000-4000-8000-000000000000",)
     total: int = 1 << 30
@@ -47,6 +48,7 @@ class Make:
     context: int = 0
     late: float = 100.0
     seed: int = 0
+    node: int = -1
 
 
 class Machine:

@@ -11,6 +11,7 @@ import ctypes
 import os
 import threading
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
@@ -80,6 +81,15 @@ class RealDriver:
 
     def processes(self, uuid: str) -> dict[int, int]:
         return self._nvml.processes(uuid)
+
+    def node(self, uuid: str) -> int | None:
+        (name,) = self._call("cuDeviceGetPCIBusId", 32, self._ordinal(uuid, "cuDeviceGetPCIBusId"))
+        bus = bytes(name).partition(b"\0")[0].decode().lower()
+        try:
+            node = int(Path(f"/sys/bus/pci/devices/{bus}/numa_node").read_text())
+        except (OSError, ValueError):  # a container may not show it
+            return None
+        return node if node >= 0 else None
 
     def granularity(self, uuid: str) -> int:
         flags = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM

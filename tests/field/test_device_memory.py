@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import mmbroker
 from mmbroker.cuda.fake_faults import VARIABLE as FAULTS
+from mmbroker.cuda.fake_memory import VARIABLE as FAKE
+from mmbroker.cuda.fake_memory import Machine, Make
+from tests.conftest import StartBroker
 from tests.cuda.rig import MIB
 from tests.cuda.rig import Rig as Driven
 from tests.gpu.bench import Bench
@@ -90,6 +96,23 @@ def test_pinning_is_limited(faked: Bench) -> None:
         with faked.client.put(feature, to="a") as held:
             faked.read_on_device(table, held, feature)
     assert table.gpu is not None and "cuMemHostRegister" in table.gpu.unpinned
+
+
+@pytest.mark.parametrize("node", [0, -1])
+def test_host_memory_lies_near_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_broker: StartBroker, node: int
+) -> None:
+    """P1, P2. By the policy of the thread that makes it, as the kernel tells it, wherever the broker was started."""
+    monkeypatch.setenv(FAKE, str(tmp_path / "gpus"))
+    Machine(tmp_path / "gpus", Make(node=node))
+    broker = start_broker(name="gpu", gpu="0", device_headroom_mib=0)
+    with mmbroker.connect(broker.directory) as client, client.put(block(1)):
+        policies = Counter(
+            task.read_text().split(maxsplit=2)[1]
+            for task in Path(f"/proc/{broker.pid}/task").glob("*/numa_maps")
+        )
+    assert policies.pop("default")
+    assert policies == ({"prefer:0": 1} if node == 0 else {})
 
 
 def test_a_forked_child(bench: Bench, puppet: Callable[..., Puppet]) -> None:
