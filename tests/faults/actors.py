@@ -184,6 +184,10 @@ class Actor:
         assert self.table is not None
         self.kept += [self.table.take(_unwire(ref)) for ref in refs]
 
+    def still_reads(self, seeds: list[int], sizes: list[int]) -> bool:
+        """Has what is in use the bytes that it had?"""
+        return all(reads(use.tensor, *feature) for use, *feature in zip(self.kept, seeds, sizes, strict=True))
+
     def release(self) -> None:
         for use in self.kept:
             use.release()

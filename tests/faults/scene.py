@@ -65,13 +65,16 @@ class Stage:
         self.clients = Zygote("client", self.log)
         self.broker: Child | None = None
         self.others: list[Child] = []
+        self.traceable = True  # the kernel tells when a client's process has gone
+        self.life: Life | None = None  # on this stage
         self.worst = Counter[str]()  # the longest that something took, in milliseconds
-        self._seeds = iter(range(1 << 40, 1 << 41))
+        self.seeds = iter(range(1 << 40, 1 << 41))
 
     # --- the broker -------------------------------------------------------------------------------------------------
 
     def start(self, traceable: bool = True) -> Child:
         assert self.broker is None
+        self.traceable = traceable
         self.broker = self.brokers.spawn(
             {"MMBROKER_DIR": str(self.root)}, settings=str(self.config), traceable=traceable
         )
@@ -123,6 +126,26 @@ class Stage:
         assert self.broker is not None
         return self.broker
 
+    def ask(self, child: Child, verb: str, /, **arguments: Any) -> Any:
+        """What a bystander answers. It has no errors of its own; but the broker may stop or die at this moment."""
+        end = time.monotonic() + RECOVERY
+        while True:
+            child.post(verb, **arguments)
+            while (answer := child.answered()) is None:
+                ready = readable([child.channel, self.living.channel], 2 * PATIENCE)
+                assert ready, f"a bystander does not answer to {verb}"
+                if child.channel in ready:
+                    child.receive()
+                elif self.life is not None:
+                    self.life.react()
+            has_everything = verb == "lease" and "result" in answer
+            if self.life is not None and not has_everything:
+                self.life.examine()
+            if "result" in answer:
+                return answer["result"]
+            excused = self.life is not None and self.life.restarted and answer.get("error") in OUTAGE | ENGINE_AWAY
+            assert excused and time.monotonic() < end, f"a bystander could not {verb}: {answer}"
+
     def reunited(self) -> None:
         """The bystanders have come back to a new broker, by themselves."""
         for child in self.others:
@@ -139,19 +162,18 @@ class Stage:
     def round(self, sizes: tuple[int, ...] = (1, 5000, 300_000)) -> None:
         """The bystanders carry a few features: nothing may fail, and every byte must be right."""
         producer, engine = self.others
-        seeds = [next(self._seeds) for _ in sizes]
-        refs = producer.ask("put", seeds=seeds, sizes=sizes, to="c")
-        read = engine.ask("check", refs=refs, seeds=seeds, sizes=sizes)
+        seeds = [next(self.seeds) for _ in sizes]
+        refs = self.ask(producer, "put", seeds=seeds, sizes=sizes, to="c")
+        read = self.ask(engine, "check", refs=refs, seeds=seeds, sizes=sizes)
         assert read == {"missing": [], "wrong": []}, read
-        producer.ask("drop")
+        self.ask(producer, "drop")
 
     def sweep(self) -> None:
         """One bystander takes the whole arena: everybody's space is reusable."""
         started = time.monotonic()
-        seed = next(self._seeds)
-        self.others[0].ask("lease", seed=seed, nbytes=self.limit, timeout=PATIENCE / 2)
+        self.ask(self.others[0], "lease", seed=next(self.seeds), nbytes=self.limit, timeout=PATIENCE / 2)
         self.note("space reusable", started)
-        self.others[0].ask("let_go")
+        self.ask(self.others[0], "let_go")
 
     def note(self, what: str, started: float) -> None:
         self.worst[what] = max(self.worst[what], int((time.monotonic() - started) * 1000))
@@ -255,7 +277,7 @@ class Life:
         self.stage, self.role, self.step, self.action = stage, role, step, action
         self.random = random.Random(f"{seed}/{role}/{step}/{action}")
         self.seeds = iter(range(self.random.randrange(1 << 30) << 8, 1 << 62))
-        self.tripped = False
+        self.tripped = self._unexamined = False
         self.forked = 0
         self.restarted = False
         self.dead: set[str] = set()
@@ -291,44 +313,24 @@ class Life:
         actor = self.cast[name]
         try:
             actor.post(verb, **arguments)
-            while True:
-                if (answer := actor.answered()) is not None:
-                    self._notice()
-                    return answer
+            while (answer := actor.answered()) is None:
                 victim = self.victim
                 ready = readable(
                     [actor.channel, *([] if victim is actor else [victim.channel])], 2 * PATIENCE
                 )
                 assert ready, f"{name} does not answer to {verb}"
-                for channel in ready:
-                    if channel is actor.channel:
-                        actor.receive()
-                    else:
-                        self._hear(victim)
-                self._notice()
-        except Lost:
-            with suppress(Lost):
-                while True:  # its last words
+                if actor.channel in ready:
                     actor.receive()
-            self._notice()
-            assert self.action == "kill" and self.role == name and self.tripped, f"{name} died"
-            self._mourn(name)
-            return None
-
-    def _hear(self, victim: Child) -> None:
-        """The victim is somebody else than whoever is asked: take in its report, or its end."""
-        try:
-            victim.receive()
+                self.react()
+                self.examine()
         except Lost:
-            self._notice()
-            if self.role != "broker":
-                self._mourn(self.role)
-
-    def _mourn(self, name: str) -> None:
-        if name not in self.dead:
-            self.dead.add(name)
-            self.cast[name].wait()
-            self.stage.round()
+            self.react()
+            assert self.action == "kill" and self.role == name and self.tripped, f"{name} died"
+            self.examine()
+            return None
+        self.react()
+        self.examine()
+        return answer
 
     def _allowed(self, name: str) -> set[str]:
         """Errors that an actor may see, given what has happened."""
@@ -344,27 +346,36 @@ class Life:
 
     # --- the fault --------------------------------------------------------------------------------------------------
 
-    def _notice(self) -> None:
-        """If the victim has tripped, go on from there."""
+    def react(self) -> None:
+        """If the victim has tripped, do at once what has to be done, so that everybody goes on."""
         victim = self.victim
+        with suppress(Lost):
+            while readable([victim.channel], 0):
+                victim.receive()
         if not victim.trips:
             return
-        trip = victim.trips.popleft()
         assert not self.tripped
-        self.tripped = True
-        self.forked = trip["child"]
-        if self.action == "stop":
+        self.tripped = self._unexamined = True
+        self.forked = victim.trips.popleft()["child"]
+        if self.action == "kill":
+            victim.wait()
+            if self.role == "broker":
+                self.restarted = True
+                self.stage.restart()
+            else:
+                self.dead.add(self.role)
+        elif self.action == "stop":
             eventually(lambda: victim.stopped, "a stop")
             if self.role != "broker":
-                self.stage.round()
+                self.examine()
             victim.signal(signal.SIGCONT)
-        elif self.action == "kill" and self.role == "broker":
-            self.restarted = True
-            victim.wait()
-            self.stage.restart()
-            self.stage.reunited()
-            self.stage.round()
-        elif self.action != "kill":
+
+    def examine(self) -> None:
+        """Once after the fault: the bystanders have not noticed it, or have come back to the new broker."""
+        if self._unexamined:
+            self._unexamined = False
+            if self.restarted:
+                self.stage.reunited()
             self.stage.round()
 
     # --- the life ---------------------------------------------------------------------------------------------------
@@ -418,10 +429,9 @@ class Life:
     def _rest(self) -> None:
         """Nothing is held any more, and its space goes to somebody else."""
         self.ask("producer", "drop")
-        if not self.restarted:  # an earlier broker's entries stay for those who have references to them
-            assert self.ask("engine", "at_rest") in (True, None)
-        if not (self.tripped and self.action == "stop" and self.victim.stopped):
-            self.stage.sweep()
+        # An earlier broker's entries stay, for those who have references to them.
+        assert self.restarted or self.ask("engine", "at_rest") in (True, None) or self.restarted
+        self.stage.sweep()
 
     def _shake(self) -> None:
         """Both lose their connection once, with something in their hands, and come back by themselves."""
@@ -464,9 +474,11 @@ class Life:
             eventually(lambda: state(self.forked) == "Z", "the end of the forked child")
 
     def __enter__(self) -> Life:
+        self.stage.life = self
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.stage.life = None
         for actor in self.cast.values():
             actor.end()
         if self.forked:

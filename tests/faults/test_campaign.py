@@ -9,7 +9,9 @@ from .conftest import SEED
 from .scene import Life, Stage
 
 
-@pytest.mark.parametrize(("role", "step", "action"), list(short(SEED)), ids=":".join)
+@pytest.mark.parametrize(
+    ("role", "step", "action"), [pytest.param(*fault, id=":".join(fault)) for fault in short(SEED)]
+)
 def test_fault(theatre: Theatre, role: str, step: str, action: str) -> None:
     theatre.play(role, step, action, SEED)
 
