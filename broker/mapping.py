@@ -84,7 +84,7 @@ class Mapping:
         return cls(-1, nbytes, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE | _MAP_ANONYMOUS)
 
     def pinned(self) -> None:
-        """Its pages are in place for good: there is nothing to populate any more, which is a walk through all of them."""
+        """Its pages are in place for good: there is nothing to populate any more, which would walk through them all."""
         self._populate = 0
 
     def before_unmap(self, undo: Callable[[], None]) -> None:

@@ -37,7 +37,7 @@ from . import mapping
 from .buffers import BufferPool
 from .entry import Entry, Key, Use
 from .gpu import Gpu
-from .path import Path, again, choose, spell_out
+from .path import PATIENCE, Path, again, choose, spell_out
 from .residence import Residence
 
 if TYPE_CHECKING:
