@@ -178,12 +178,15 @@ def main() -> None:
         "--only", choices=SECTIONS, action="append", help="measure this alone; may be repeated"
     )
     parser.add_argument("--features", type=int, metavar="N", help="how many go through the small arena")
+    parser.add_argument("--takes", type=int, metavar="N", help="how many of each size are taken")
     parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it works")
     parser.add_argument("--without-sglang", action="store_true", help="leave SGLang's own ways out")
     options = parser.parse_args()
     plan = replace(QUICK if options.quick else Plan(), sglang=not options.without_sglang)
     if options.features is not None:
         plan = replace(plan, features=options.features)
+    if options.takes is not None:
+        plan = replace(plan, takes=options.takes)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and clean up on the way
     found = run([name for name in SECTIONS if name in (options.only or SECTIONS)], plan, options.json)
     gpu_tables.show(found)
