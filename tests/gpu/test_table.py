@@ -408,7 +408,7 @@ def test_nothing_happens_while_graphs_are_captured(bench: Bench) -> None:
         assert table.stats()["entries"] == 0
         assert table.stats()["loads"] == 0
     end()
-    assert table.stats()["entries"] == 1
+    eventually(lambda: table.stats()["entries"] == 1, "the refused one dismissed")
     eventually(lambda: bench.broker.status()["holds"] == 1, "the refused one's end")
 
 
