@@ -1,7 +1,7 @@
 """A client's side of the GPU: device segments mapped, host segments pinned, features loaded and written.
 
 A device segment is imported once and mapped twice: at a read-write address that only our copies use, and at a read-only
-one under the tensors. A host segment is pinned once, in pieces. A feature is loaded by one copy on a stream of our own
+one under the tensors. A host segment is pinned once, whole. A feature is loaded by one copy on a stream of our own
 and one event; the stream that first reads it waits for that event, and only if it has not completed.
 """
 
@@ -12,13 +12,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from mmbroker.proto.errors import BrokerLost
 from mmbroker.proto.messages import DevicePlace
 
 from . import mapping
-from .cuda import Driver, DriverError, Fault
+from .cuda import Driver, DriverError
 from .mapping import Mapping
 from .tensors import Layout
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from .link import Link
 
 _log = logging.getLogger("mmbroker")
-
-#: Host memory is pinned in pieces, so that other threads get at the address space in between.
-PIECE: Final = 16 << 20
 
 
 class DeviceMaps:
@@ -108,7 +105,7 @@ class Gpu:
         self._ready = False
         self._closed = False
         self._maps: dict[int, DeviceMaps] = {}
-        self._pinned: dict[int, list[int]] = {}  # by address of the map
+        self._pinned: set[int] = set()  # addresses of maps
         self._dead: deque[tuple[int, int, int]] = deque()
         self._events: deque[int] = deque()
         self._loading: deque[Place] = deque()  # in the order of their copies
@@ -146,30 +143,32 @@ class Gpu:
             self._maps.pop(number, None)
 
     def pin(self, host: Mapping) -> None:
-        """Let the GPU read a host segment by itself. Where that is refused, copies are slower, and the log says why."""
-        address = host.address
-        if address in self._pinned or self.unpinned:
+        """Let the GPU read a host segment by itself. Where that is refused, copies are slower, and the log says why.
+
+        Its pages are brought in piece by piece, so that other threads get at the address space in between. It is
+        registered whole: CUDA refuses a copy, torch's of a tensor too, that goes from one registration into the next.
+        """
+        if host.address in self._pinned or self.unpinned:
             return
         self.enter()
-        pieces: list[int] = []
+        host.view(0, host.nbytes)
         try:
-            for offset in range(0, host.nbytes, PIECE):
-                size = min(PIECE, host.nbytes - offset)
-                self.driver.pin(address + offset, size, read_only=not host.writable)
-                pieces.append(address + offset)
-            host.pinned()
+            self.driver.pin(host.address, host.nbytes, read_only=not host.writable)
         except DriverError as error:
             self.unpinned = str(error)
             _log.warning("mmbroker: host memory stays unpinned, copies to the GPU are slower: %s", error)
-        self._pinned[address] = pieces
+            return
+        host.pinned()
+        self._pinned.add(host.address)
+        address = host.address
         host.before_unmap(lambda: self._unpin(address))
 
     def _unpin(self, address: int) -> None:
         """By whichever receiver thread of this process takes the map apart."""
+        self._pinned.discard(address)
         try:
             self._use()
-            for piece in self._pinned.pop(address, ()):
-                self.driver.unpin(piece)
+            self.driver.unpin(address)
         except DriverError as error:  # the map goes anyway
             _log.warning("mmbroker: host memory could not be unpinned: %s", error)
 
@@ -320,12 +319,12 @@ class Gpu:
         return event
 
     def fence(self, stream: int) -> Fence | None:
-        """A new fence in a stream; None if the stream was destroyed, and with it, what was in it."""
+        """A new fence in a stream; None if the stream was destroyed. Raises `DriverError` if the context is lost."""
         try:
             fence = Fence(self._recorded(stream))
-        except Fault:
-            raise
         except DriverError:
+            # CUDA says of a stream that was destroyed what it says of a lost context. In that, ours is lost as well.
+            self._events.append(self._recorded(self._stream))
             self.streams.pop(stream, None)
             return None
         self._fences[fence.event] = fence

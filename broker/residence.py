@@ -18,7 +18,7 @@ from mmbroker.proto.messages import DevicePlace, Grant, Loaded, Offer, Park, Wan
 
 from .cuda import DriverError
 from .entry import Entry
-from .gpu import Fence, Gpu
+from .gpu import Gpu
 
 if TYPE_CHECKING:
     from .link import Link
@@ -84,13 +84,7 @@ class Residence:
             self.failures += 1
             if place is not None:
                 self._declined.append(hold)
-            now = time.monotonic()
-            if now >= self._next_complaint:
-                self._next_complaint = now + _COMPLAINT
-                _log.warning(
-                    "mmbroker: engine %s has features on the host, %d up to now, because: %s",
-                    self._engine, self.failures, str(error),
-                )  # fmt: skip
+            self._complain(f"{self.failures} feature(s) stayed on the host", error)
             return False
         return True
 
@@ -186,22 +180,26 @@ class Residence:
             if entry.streams:
                 streams, entry.streams = entry.streams, {}
                 read.append((entry, streams))
-        fences: dict[int, Fence | None] = {}
-        for entry, streams in read:
-            for stream in streams:
-                if stream not in fences:
-                    fences[stream] = self._fence_in(stream, gpu)
-                if (fence := fences[stream]) is not None:
-                    entry.fences.append(fence)
-                else:
-                    entry.outlived = True  # whatever was in it may have gone to any other
-
-    def _fence_in(self, stream: int, gpu: Gpu) -> Fence | None:
         try:
-            return gpu.fence(stream)
+            fences = {
+                stream: gpu.fence(stream) for stream in {s: None for _, streams in read for s in streams}
+            }
+            if None in fences.values():  # a stream was destroyed, which does not wait for what is in it
+                gpu.await_readers()
         except DriverError as error:
-            _log.warning("mmbroker: features of engine %s stay unsettled: %s", self._engine, error)
-            return None
+            self._complain("features stay unsettled", error)
+            for entry, _ in read:
+                entry.outlived = True
+            return
+        for entry, streams in read:
+            entry.fences += [fence for stream in streams if (fence := fences[stream]) is not None]
+
+    def _complain(self, what: str, error: Exception) -> None:
+        """At most once a minute."""
+        now = time.monotonic()
+        if now >= self._next_complaint:
+            self._next_complaint = now + _COMPLAINT
+            _log.warning("mmbroker: engine %s: %s: %s", self._engine, what, str(error))  # no frames
 
     def unread(self, entry: Entry, gpu: Gpu) -> bool:
         """Whether nothing reads tensors that were handed out and let go of, here or on the GPU."""
@@ -221,5 +219,5 @@ class Residence:
         try:
             return not entry.uses and self.unread(entry, gpu)
         except DriverError as error:
-            _log.warning("mmbroker: a feature of engine %s stays unsettled: %s", self._engine, error)
+            self._complain("features stay unsettled", error)
             return False

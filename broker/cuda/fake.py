@@ -350,8 +350,9 @@ class FakeDriver:
             return
         try:
             self.engine.add(stream, work, before)
-        except KeyError:
-            raise _unknown(call, stream) from None
+        except KeyError:  # in the words of the real one, for a stream that was destroyed
+            text = f"stream {stream} does not exist"
+            raise error("CUDA_ERROR_CONTEXT_IS_DESTROYED", call, text) from None
         if stream == self._thread.current and type(work) is not Work:
             self.engine.finish(work)
 

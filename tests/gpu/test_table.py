@@ -356,6 +356,38 @@ def test_a_failed_fence_is_no_error_to_the_scheduler(faked: Bench) -> None:
     faked.settled(table)
 
 
+def test_a_stream_that_is_destroyed_early(bench: Bench) -> None:
+    """It should live on, but nothing goes wrong: what was in it is waited for in another way."""
+    table = bench.attach()
+    feature = block(1)
+    held = bench.client.put(feature, to="a")
+    stream = bench.driver.stream()
+    with bench.driven.pinned(feature.nbytes) as target:
+        use = table.take(held.ref)
+        bench.driver.copy(target.address, use.tensor.data_ptr(), feature.nbytes, stream)
+        use.release(stream)
+        bench.driver.destroy_stream(stream)
+        held.drop()
+        bench.settled(table)
+        assert bytes(target.view) == bytes(feature.numpy())
+        bench.read_on_device(table, bench.client.put(block(1, seed=3), to="a"), block(1, seed=3))
+
+
+@pytest.mark.parametrize("mib", [20, 40])
+def test_a_host_tensor_is_pinned_as_one(driven: Driven, make_bench: Callable[..., Bench], mib: int) -> None:
+    """torch copies a pinned tensor at once, and CUDA refuses that across registrations."""
+    bench = make_bench(driven, gpu=None, segment_mib=64, host_mib=128)
+    table = bench.attach()
+    assert table.path == "pinned"
+    for seed in range(2):
+        feature = block(mib, seed=seed)
+        with bench.client.put(feature, to="a") as held, table.take(held.ref) as use:
+            if driven.driver.kind == "fake":
+                assert driven.fake.pins.whole(use.tensor.data_ptr(), feature.nbytes)
+            copied = use.tensor.to(driven.device, non_blocking=True)
+            assert same(copied.cpu(), feature)
+
+
 def test_a_segment_is_imported_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     imported: Counter[int] = Counter()
     descriptor = Link.descriptor
