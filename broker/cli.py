@@ -12,17 +12,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final
 
 import click
 
 from mmbroker.proto.errors import BrokerError
 
-if TYPE_CHECKING:
-    from .link import Link
+from .reach import NoBroker, connect, find, report, which
+from .tools import TOOLS
 
 FAILED: Final = 1
 NO_BROKER: Final = 3
@@ -30,12 +29,6 @@ NO_BROKER: Final = 3
 _LOOK: Final = 0.1
 #: Features that `evict` has dropped in one go: others are served in between.
 _AT_ONCE: Final = 256
-
-_Command = TypeVar("_Command", bound=Callable[..., None])
-
-
-class NoBroker(BrokerError):
-    """Nothing runs where a command looked for a broker."""
 
 
 class _Commands(click.Group):
@@ -150,73 +143,11 @@ def start(cpu: bool, config: str | None, **flags: Any) -> None:
     sys.exit(serve(Settings.resolve(flags, file=config)))
 
 
-# --- looking for the broker -----------------------------------------------------------------------------------------
-
-
-def _which(command: _Command) -> _Command:
-    return click.option(
-        "--name", envvar="MMBROKER_NAME", metavar="NAME", help="Which broker, if several run here."
-    )(command)
-
-
-def _find(name: str | None) -> Path:
-    """The instance directory of the broker that is meant."""
-    from . import instance
-    from .connection import start_command
-
-    root = instance.root()
-    living = instance.living(root)
-    if name is None and len(living) > 1:
-        names = ", ".join(path.name for path in living)
-        raise click.UsageError(f"several brokers run under {root} ({names}): choose one with --name")
-    if name is None and living:
-        return living[0]
-    directory = root / (name or "cpu")
-    if directory in living or _anothers(directory / instance.LIFELINE):
-        return directory
-    raise NoBroker(f"no broker runs at {directory}; to start one: {start_command(directory)}")
-
-
-def _anothers(socket: Path) -> bool:
-    """Whether another user's broker lives cannot be seen from here, only tried."""
-    try:
-        return socket.stat().st_uid != os.geteuid()
-    except OSError:
-        return False
-
-
-def _connect(directory: Path) -> Link:
-    from mmbroker.proto.errors import BrokerUnavailable
-
-    from . import instance
-    from .link import Link
-
-    try:
-        return Link(directory, "mmbroker-cli", None, timeout=2.0)
-    except BrokerUnavailable as error:
-        if directory in instance.living(directory.parent):
-            raise
-        raise NoBroker(str(error)) from None
-
-
-def report(directory: Path, features: int = 0) -> dict[str, Any]:
-    """What the broker there says of itself, with so many of its largest features."""
-    from mmbroker.proto.messages import Report, Status
-
-    link = _connect(directory)
-    try:
-        answer = link.call(Status(features))
-    finally:
-        link.close()
-    assert isinstance(answer, Report)
-    return answer.status
-
-
 # --- status, ls, stop -----------------------------------------------------------------------------------------------
 
 
 @main.command()
-@_which
+@which
 @click.option("--json", "as_json", is_flag=True, help="The whole report, for programs.")
 @click.pass_context
 def status(ctx: click.Context, name: str | None, as_json: bool) -> None:
@@ -224,7 +155,7 @@ def status(ctx: click.Context, name: str | None, as_json: bool) -> None:
 
     Exit code 1 if the broker is not well: work is pending, nothing gets done, and it says what is stuck.
     """
-    told = report(_find(name))
+    told = report(find(name))
     if as_json:
         click.echo(json.dumps(told, indent=1))
     else:
@@ -236,12 +167,12 @@ def status(ctx: click.Context, name: str | None, as_json: bool) -> None:
 
 
 @main.command()
-@_which
+@which
 @click.option("-n", "--number", type=click.IntRange(min=1), default=20, show_default=True, help="How many.")
 @click.option("--json", "as_json", is_flag=True, help="The same, for programs.")
 def ls(name: str | None, number: int, as_json: bool) -> None:
     """List the largest features."""
-    told = report(_find(name), number)
+    told = report(find(name), number)
     if as_json:
         click.echo(json.dumps(told["largest"], indent=1))
         return
@@ -251,7 +182,7 @@ def ls(name: str | None, number: int, as_json: bool) -> None:
 
 
 @main.command()
-@_which
+@which
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0),
@@ -269,9 +200,9 @@ def stop(name: str | None, timeout: float) -> None:
 
     from . import instance
 
-    directory = _find(name)
+    directory = find(name)
     gone = _when_unlocked(directory / instance.LOCK)
-    link = _connect(directory)
+    link = connect(directory)
     try:
         with suppress(BrokerLost):  # it may be gone before its answer is here
             link.call(Shutdown())
@@ -286,7 +217,7 @@ def stop(name: str | None, timeout: float) -> None:
 
 
 @main.command()
-@_which
+@which
 @click.option("--undo", is_flag=True, help="Take new work again.")
 @click.option(
     "--timeout",
@@ -302,8 +233,8 @@ def drain(name: str | None, undo: bool, timeout: float) -> None:
     """
     from mmbroker.proto.messages import Drain, Report, Status
 
-    directory = _find(name)
-    link = _connect(directory)
+    directory = find(name)
+    link = connect(directory)
     try:
         link.call(Drain(not undo))
         if undo:
@@ -328,14 +259,14 @@ def drain(name: str | None, undo: bool, timeout: float) -> None:
 
 
 @main.command()
-@_which
+@which
 @click.option("--namespace", metavar="NAME", help="Only what this namespace has in the cache.")
 @click.option("--json", "as_json", is_flag=True, help="The same, for programs.")
 def evict(name: str | None, namespace: str | None, as_json: bool) -> None:
     """Drop the cache: features that nobody holds. Empty segments go back to the system a few seconds later."""
     from mmbroker.proto.messages import Evict, Evicted
 
-    link = _connect(_find(name))
+    link = connect(find(name))
     features = nbytes = 0
     try:
         while isinstance(answer := link.call(Evict(_AT_ONCE, namespace)), Evicted) and answer.features:
@@ -367,173 +298,5 @@ def _when_unlocked(lock: Path) -> threading.Thread:
     return thread
 
 
-# --- top ------------------------------------------------------------------------------------------------------------
-
-
-@main.command()
-@_which
-@click.option("--once", is_flag=True, help="Print one screen, with averages since the start, and end.")
-@click.option(
-    "--interval",
-    type=click.FloatRange(min=0.1),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How often to look.",
-)
-@click.option(
-    "--sort",
-    type=click.Choice(("bytes", "holds", "leases", "grants", "waiting", "fallbacks", "age", "name")),
-    default="bytes",
-    show_default=True,
-    help="What to sort clients by.",
-)
-def top(name: str | None, once: bool, interval: float, sort: str) -> None:
-    """Watch a broker: memory, rates, latencies, what waits, who holds what.
-
-    q ends it; s sorts the clients by something else.
-    """
-    from mmbroker.proto.messages import Report, Status
-
-    from . import top as screen
-    from .screen import console
-
-    out = console()
-    if not once and not (out.is_terminal and sys.stdin.isatty()):
-        raise click.UsageError(
-            "top needs a terminal; for scripts there are --once and `mmbroker status --json`"
-        )
-    link = _connect(_find(name))
-
-    def ask() -> dict[str, Any]:
-        answer = link.call(Status())
-        assert isinstance(answer, Report)
-        return answer.status
-
-    try:
-        if once:
-            screen.once(ask, out, sort)
-        else:
-            screen.watch(ask, out, sort, interval)
-    finally:
-        link.close()
-
-
-# --- profile --------------------------------------------------------------------------------------------------------
-
-
-@main.command()
-@click.argument("pid", type=click.IntRange(min=1))
-@click.option(
-    "--seconds", type=click.FloatRange(min=1), default=10.0, show_default=True, help="How long to look."
-)
-@click.option(
-    "--rate", type=click.IntRange(1, 1000), default=100, show_default=True, help="Samples a second."
-)
-@click.option(
-    "--rank",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Which scheduler, if PID has several.",
-)
-@click.option(
-    "--svg",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Where to write the flame graph.  [default: mmbroker-profile-PID.svg]",
-)
-@click.option("--json", "as_json", is_flag=True, help="The same, for programs.")
-def profile(pid: int, seconds: float, rate: int, rank: int, svg: Path | None, as_json: bool) -> None:
-    """Say what an SGLang scheduler's thread spends its time on.
-
-    PID is the server's process or a scheduler's own; the broker need not be in use. Needs py-spy (pip install
-    'mmbroker[profile]'), and the right to look into that process. It is stopped for a moment at every sample.
-    """
-    from . import flame, profiling
-
-    found = profiling.schedulers(pid)
-    if rank >= len(found):
-        raise click.UsageError(f"process {pid} has {len(found)} scheduler(s): --rank counts from 0")
-    process = found[rank]
-    seen = profiling.record(process.pid, seconds, rate)
-    target = svg or Path(f"mmbroker-profile-{process.pid}.svg")
-    target.write_text(flame.draw(seen.stacks, f"process {process.pid}: {process.title}"))
-    told = profiling.report(seen, process, seconds)
-    if as_json:
-        click.echo(json.dumps({**told, "flame_graph": str(target)}, indent=1))
-        return
-    from .screen import show_profile
-
-    show_profile(told)
-    click.echo(f"flame graph: {target}")
-
-
-# --- doctor ---------------------------------------------------------------------------------------------------------
-
-
-@main.command()
-@_which
-@click.option("--json", "as_json", is_flag=True, help="The same, for programs.")
-@click.pass_context
-def doctor(ctx: click.Context, name: str | None, as_json: bool) -> None:
-    """Try what a broker and its clients need here, and say what to do about what fails.
-
-    A child process makes a CUDA context for a moment where there is a GPU. Exit code 1 if something is broken.
-    """
-    from .doctor import examine, passed
-
-    checks = examine(name)
-    if as_json:
-        found = {"fine": passed(checks), "checks": [check._asdict() for check in checks]}
-        click.echo(json.dumps(found, indent=1))
-    else:
-        from .screen import show_checks
-
-        show_checks(checks)
-    if not passed(checks):
-        ctx.exit(FAILED)
-
-
-# --- bench ----------------------------------------------------------------------------------------------------------
-
-
-@main.command()
-@click.option("--json", "as_json", is_flag=True, help="The same, for programs.")
-@click.option("--quick", is_flag=True, help="A second or two, to see that it works; its figures say little.")
-def bench(as_json: bool, quick: bool) -> None:
-    """Measure a broker on this machine, beside what the machine can do at all. Takes less than two minutes.
-
-    It starts a broker and an engine of its own, and needs torch. Run it while nothing else does.
-    """
-    from . import selftest
-
-    def say(what: str) -> None:
-        if not as_json:
-            click.echo(f"measuring {what}", err=True)
-
-    found = selftest.run(selftest.QUICK if quick else selftest.Plan(), say)
-    if as_json:
-        click.echo(json.dumps(found, indent=1))
-        return
-    from .screen import show_bench
-
-    show_bench(found)
-
-
-# --- demo -----------------------------------------------------------------------------------------------------------
-
-
-@main.command()
-@click.option(
-    "--keep", type=click.Path(file_okay=False), metavar="DIR", help="Keep the logs and figures there."
-)
-def demo(keep: str | None) -> None:
-    """Serve pictures with the real SGLang, first its own way, then through a broker.
-
-    Needs SGLang in this environment, on the CPU; in a checkout, `make demo` sees to that. It makes a tiny model on the
-    spot, sends the same requests twice, and compares the answers and what SGLang's scheduler thread paid.
-    """
-    from .demo import run
-
-    run(Path(keep) if keep else None)
+for tool in TOOLS:
+    main.add_command(tool)

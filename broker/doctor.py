@@ -180,7 +180,7 @@ def brokers(name: str | None) -> list[Check]:
 
 
 def _broker(path: Path) -> Check:
-    from .cli import report
+    from .reach import report
 
     daemon = report(path)["daemon"]
     own, its = version(), daemon.get("version", "unknown")

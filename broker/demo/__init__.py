@@ -167,7 +167,7 @@ def _serve(
     broker: Path | None,
 ) -> Run:
     """One engine, and all requests sent to it."""
-    from mmbroker.cli import report
+    from mmbroker.reach import report
 
     from .engine import Engine
     from .report import Run

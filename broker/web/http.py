@@ -208,8 +208,10 @@ class Connection(asyncio.Protocol):
     def _feed(self, feed: Feed) -> None:
         self._disarm()
         if self._begin(HTTPStatus.OK, {}, "text/event-stream"):
-            self._listener.feeds += 1
             self._leave = feed.join(self._tell)
+            self._listener.feeds += 1
+            if self._behind:
+                self._arm(self.cut)
 
     def _begin(self, status: int, headers: Mapping[str, str], kind: str) -> bool:
         """The head of the answer; False if there can be none any more."""
