@@ -113,3 +113,26 @@ def test_the_check_sees_spoiled_books(spoil: str) -> None:
             allocator.used += PAGE
     with pytest.raises(AssertionError):
         allocator.check()
+
+
+@pytest.mark.parametrize("cells", [1, 3, 4, 7, 64])
+def test_a_picture_of_the_segment(cells: int) -> None:
+    """Each stretch's share in use; all of them together are what is in use."""
+    allocator = Allocator(16 * PAGE)
+    assert allocator.occupancy(cells) == pytest.approx([0.0] * cells)
+    offsets = [allocator.alloc(PAGE * n) for n in (4, 1, 3, 8)]
+    assert allocator.occupancy(cells) == [1.0] * cells
+    for at in (1, 3):
+        offset = offsets[at]
+        assert offset is not None
+        allocator.free(offset)
+    assert sum(allocator.occupancy(cells)) / cells == pytest.approx(7 / 16)
+
+
+def test_where_in_the_segment() -> None:
+    allocator = Allocator(4 * PAGE)
+    offsets = [allocator.alloc(PAGE) for _ in range(3)]
+    assert offsets[1] is not None
+    allocator.free(offsets[1])
+    assert allocator.occupancy(4) == [1.0, 0.0, 1.0, 0.0]
+    assert allocator.occupancy(2) == [0.5, 0.5]

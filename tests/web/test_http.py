@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -56,10 +57,12 @@ def connect(broker: BrokerProcess) -> socket.socket:
 def say(broker: BrokerProcess, words: bytes) -> bytes:
     """All that is answered to these bytes, until the end."""
     answer = b""
+    deadline = time.monotonic() + PATIENCE
     with connect(broker) as line, suppress(ConnectionResetError, BrokenPipeError):
         line.sendall(words)
         while data := line.recv(1 << 16):
             answer += data
+            assert time.monotonic() < deadline, "an answer without end"
     return answer
 
 
