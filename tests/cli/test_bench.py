@@ -20,6 +20,8 @@ def test_every_figure_is_there() -> None:
     found = json.loads(result.stdout)
     assert [line["name"] for line in found["lines"]] == LINES
     assert all(line["value"] > 0 and line["limit"] > 0 and line["verdict"] for line in found["lines"])
+    trip = found["lines"][0]
+    assert trip["value"] > trip["limit"], "a round trip to a broker is more than one by bare socket"
     assert found["verdict"]
 
 
