@@ -153,7 +153,7 @@ def test_the_closed_lists_are_the_codes() -> None:
         path.read_text() for path in sorted((ROOT / "broker").rglob("*.py")) if path.stem != "metrics"
     )
     counted = set(re.findall(r"counters\[f?\"([a-z_]+)", code)) | set(
-        re.findall(r"complain\(\s*\"([a-z_]+)", code)
+        re.findall(r"complain\(\s*\"([a-z_]+)\"", code)
     )
     asked: set[str] = set()
 
