@@ -155,7 +155,7 @@ class Limits:
     )
     engine_bytes: int = 0  # likewise, if that is less than its share of the arena
     features_per_namespace: int = 1 << 18  # leases and holds of one namespace
-    namespace_bytes: int = 0  # of slots that one namespace uses, the cached ones apart
+    namespace_bytes: int = 0  # of the host arena that one namespace uses, what is cached apart
     pending_per_session: int = 256  # calls of one session waiting for an answer
     items_per_call: int = 1024
     single_flight: float = 0.25  # how long a content key's second writer waits for the first

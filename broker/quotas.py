@@ -80,10 +80,11 @@ class Quotas:
             )
             if refused is not None:
                 return refused
-        in_use = woken = 0
+        in_use = more = 0
         if limits.namespace_bytes:
-            in_use = sum(pool.held_by(namespace) for pool in self.books.pools.values())
-            woken = sum(feature.slot.nbytes for feature in demand.distinct if not feature.pinned)
+            in_use = self.books.pool.held_by(namespace)
+            woken = [f.slot.nbytes for f in demand.distinct if f.slot.tier == "host" and not f.pinned]
+            more = sum(woken) + (demand.written if request.tier == "host" else 0)
         claims, whose = self.books.claims[namespace], f"namespace {namespace!r}"
         return (
             self._over("client_budget_features", "one call", "features", count, 0, limits.client_budget_features)
@@ -93,7 +94,7 @@ class Quotas:
                 "features_per_namespace", whose, "features", count, claims, limits.features_per_namespace
             )
             or self._over(
-                "namespace_mib", whose, "bytes", demand.written + woken, in_use, limits.namespace_bytes
+                "namespace_mib", whose, "bytes", more, in_use, limits.namespace_bytes
             )
         )  # fmt: skip
 

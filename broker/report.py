@@ -118,7 +118,7 @@ def _namespaces(broker: Broker) -> list[dict[str, Any]]:
             "namespace": name,
             "features": books.claims[name],
             "features_limit": limits.features_per_namespace,
-            "bytes": sum(pool.held_by(name) for pool in books.pools.values()),
+            "bytes": books.pool.held_by(name),
             "bytes_limit": limits.namespace_bytes,
         }
         for name in sorted(names)

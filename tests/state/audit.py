@@ -187,5 +187,4 @@ def limits(broker: Broker) -> None:
         assert engine.features <= most.features_per_engine
     for namespace, count in books.claims.items():
         assert count <= most.features_per_namespace
-        held = sum(pool.held_by(namespace) for pool in books.pools.values())
-        assert not most.namespace_bytes or held <= most.namespace_bytes
+        assert not most.namespace_bytes or books.pool.held_by(namespace) <= most.namespace_bytes

@@ -129,3 +129,30 @@ def test_a_device_segment_has_one_descriptor() -> None:
     assert len({granted[ref.hold].segment for ref in refs}) > 1
     assert all(granted[ref.hold].tier == "device" for ref in refs)
     assert {(granted[ref.hold].segment, True) for ref in refs} == rank.segments
+
+
+def test_copies_on_the_device_are_not_the_namespaces() -> None:
+    """They come and go with room; what a namespace may have is what its clients asked for."""
+    one = shell(device_mib=8, namespace_bytes=4 * 4096, client_budget_bytes=4 * 4096)
+    producer = one.client()
+    rank = attached(one, "a")
+    (ref,) = producer.put(item("x", 3), to="a")
+    assert place(rank, ref.hold)
+    producer.put(item("y", 1), to="a")
+    producer.failure(m.Create([item("z", 5)], "a"), "QuotaExceeded")
+    (namespace,) = one.report()["namespaces"]
+    assert namespace["bytes"] == 4 * 4096
+
+
+def test_a_rank_that_waits_for_anothers_load_says_for_whose() -> None:
+    one = shell()
+    producer = one.client()
+    loader, waiter = (one.client(f"rank-{rank}") for rank in range(2))
+    for rank, peer in enumerate((loader, waiter)):
+        peer.ask(m.Attach("e", rank, 2, DEVICE, "readonly", path="device"))
+    producer.seal(producer.lease(item("x"), to="e"), "e", timeout=60.0)
+    loader.ack()  # and then it does not get on with the load
+    one.advance(3.0)
+    stuck = one.report()["health"]["stuck"]
+    assert f"rank 1 (pid {waiter.pid}) of engine 'e' has waited 3.0 s for " in stuck[0]
+    assert f"(pid {loader.pid}) to load feature 1" in stuck[0]
