@@ -149,10 +149,14 @@ def test_a_rank_that_waits_for_anothers_load_says_for_whose() -> None:
     producer = one.client()
     loader, waiter = (one.client(f"rank-{rank}") for rank in range(2))
     for rank, peer in enumerate((loader, waiter)):
+        peer.prompt = True
         peer.ask(m.Attach("e", rank, 2, DEVICE, "readonly", path="device"))
+    (first,) = producer.put(item("first"), to="e")  # it makes the broker get a segment
+    loader.cast(m.Loaded([first.hold]))
+    loader.prompt = waiter.prompt = False
     producer.seal(producer.lease(item("x"), to="e"), "e", timeout=60.0)
     loader.ack()  # and then it does not get on with the load
     one.advance(3.0)
     stuck = one.report()["health"]["stuck"]
     assert f"rank 1 (pid {waiter.pid}) of engine 'e' has waited 3.0 s for " in stuck[0]
-    assert f"(pid {loader.pid}) to load feature 1" in stuck[0]
+    assert f"(pid {loader.pid}) to load feature 2 (1 in all)" in stuck[0]
