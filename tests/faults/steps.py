@@ -290,7 +290,7 @@ def _kind(message: Any) -> str:
 
 def install_client() -> None:
     """Name the steps of a producer and of an engine, in this process."""
-    from mmbroker import connection, link, mapping, table, tensors
+    from mmbroker import connection, entry, link, mapping, table, tensors
     from mmbroker.proto import messages as m
 
     asked = threading.local()
@@ -331,7 +331,7 @@ def install_client() -> None:
     _wrap(table.FeatureTable, "_copy_on_host", "copy", "copied")
     _wrap(table.FeatureTable, "take", "take", "taken")
     _wrap(table.FeatureTable, "_withdraw", None, "withdrawn")
-    _wrap(table.Use, "release", "release", "released")
+    _wrap(entry.Use, "release", "release", "released")
 
 
 def install_broker() -> None:
