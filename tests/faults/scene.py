@@ -143,7 +143,9 @@ class Stage:
                 self.life.examine()
             if "result" in answer:
                 return answer["result"]
-            excused = self.life is not None and self.life.restarted and answer.get("error") in OUTAGE | ENGINE_AWAY
+            excused = (
+                self.life is not None and self.life.restarted and answer.get("error") in OUTAGE | ENGINE_AWAY
+            )
             assert excused and time.monotonic() < end, f"a bystander could not {verb}: {answer}"
 
     def reunited(self) -> None:
