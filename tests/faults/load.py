@@ -1,7 +1,7 @@
 """Load: many producers and engines on one small arena, for a while, with every byte checked.
 
-A producer's thread puts features of 1 byte to 8 MiB, sends references to an engine over a socket of their own, and drops
-each hold when the engine says that it has read it, as a request would. `Load` starts the processes and watches them.
+A producer's thread puts features of 1 byte to 8 MiB, sends references to an engine over a socket of their own, and
+drops each hold when the engine says that it has read it, as a request would. `Load` starts the processes and watches them.
 """
 
 from __future__ import annotations
@@ -91,9 +91,12 @@ def produce(
     counts = Counts()
     stop = threading.Event()
     workers = [
-        threading.Thread(target=_produce, args=(client, root, f"{name}-{n}", engines, f"{seed}/{name}/{n}", count, size, counts, stop))
+        threading.Thread(
+            target=_produce,
+            args=(client, root, f"{name}-{n}", engines, f"{seed}/{name}/{n}", count, size, counts, stop),
+        )
         for n in range(threads)
-    ]  # fmt: skip
+    ]
     for worker in workers:
         worker.start()
     _report(channel, counts, workers, stop)
@@ -101,7 +104,7 @@ def produce(
 
 
 class _Requests:
-    """A producer's features that engines have yet to read. Answers come at any time, also while a put waits for room."""
+    """A producer's features that engines have yet to read. Answers come at any time, also while a put waits."""
 
     def __init__(self, address: str, counts: Counts) -> None:
         self.address = address

@@ -63,7 +63,8 @@ def load(features: int, seed: int, note: Note) -> dict[str, Any]:
                 {"features": done, "seconds": seconds, "memory": {n: asdict(m) for n, m in memory.items()}}
             )
             print(
-                f"{done:9} features, {seconds:8} s, {done / seconds:6.0f} a second; broker {memory['broker'].own >> 10} KiB",
+                f"{done:9} features, {seconds:8} s, {done / seconds:6.0f} a second; "
+                f"broker {memory['broker'].own >> 10} KiB",
                 flush=True,
             )
             note(found | _sums(work, stage, before, started))
@@ -129,7 +130,8 @@ def main(features: int, seed: int, path: Path | None, parts: tuple[str, ...]) ->
     results: dict[str, Any] = {
         "date": str(date.today()),
         "version": version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
+        "python": platform.python_version(),
         "seed": seed,
     }
     work: dict[str, Callable[[Note], dict[str, Any]]] = {

@@ -35,7 +35,7 @@ def work(stage: Stage) -> Iterator[Load]:
 
 
 def test_sixteen_producers_and_four_engines(stage: Stage, work: Load) -> None:
-    """1 byte to 8 MiB, a quarter under content keys, a tenth of them put again: every byte right, every book at zero."""
+    """1 byte to 8 MiB, a quarter under content keys, a tenth put again: every byte right, every book at zero."""
     for name in "abcd":
         work.engine(name, access="copy" if name == "d" else "readonly")
     for n in range(8):

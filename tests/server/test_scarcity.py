@@ -38,7 +38,7 @@ def run(broker: BrokerProcess, features: int = 24, nbytes: int = 4 * MIB) -> Poo
             for seed in range(features):
                 feature = values(torch.uint8, (nbytes,), seed + 1000 * turn)
                 try:
-                    held.append((client.put(feature, to="a", timeout=0.5), feature))
+                    held.append((client.put(feature, to="a", key=f"{turn}/{seed}", timeout=3.0), feature))
                 except PoolFull as error:
                     full = error
                     break
@@ -99,7 +99,7 @@ def test_no_locked_memory(start_broker: StartBroker, puppet: Callable[..., Puppe
         from tests.server.test_scarcity import run
         broker = object.__new__(BrokerProcess)
         broker.directory = Path({str(broker.directory)!r})
-        result = run(broker, features=8) is None
+        result = run(broker, features=3) is None
     """
     assert client(code)
     assert broker.stop() == 0
