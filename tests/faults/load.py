@@ -1,7 +1,7 @@
 """Load: many producers and engines on one small arena, for a while, with every byte checked.
 
 A producer's thread puts features of 1 byte to 8 MiB, sends references to an engine over a socket of their own, and
-drops each hold when the engine says that it has read it, as a request would. `Load` starts the processes and watches them.
+drops each hold when the engine says that it has read it, as a request would. `Load` starts the processes.
 """
 
 from __future__ import annotations

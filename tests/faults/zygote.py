@@ -133,7 +133,8 @@ class Zygote:
 
     def close(self) -> None:
         self._socket.close()
-        self.process.wait(PATIENCE)
+        self.process.kill()  # it has nothing to give back
+        self.process.wait()
 
 
 def main() -> None:
