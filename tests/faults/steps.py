@@ -243,10 +243,12 @@ def cut(which: str, pids: list[int] | None = None) -> int:
     """Shut down this process's connections over ``lifeline.sock`` or ``control.sock``; how many there were."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
+        try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             connection = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue  # closed meanwhile, or the listing's own
         with connection, suppress(OSError):
             if connection.family != socket.AF_UNIX:
                 continue

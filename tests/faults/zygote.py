@@ -62,7 +62,7 @@ class Child:
     def answer(self) -> dict[str, Any]:
         """Wait for the next answer. Raises `Lost`."""
         while (answer := self.answered()) is None:
-            assert readable([self.channel]), f"process {self.pid} did not answer"
+            assert readable([self.channel], 3 * PATIENCE), f"process {self.pid} did not answer"
             self.receive()
         return answer
 
