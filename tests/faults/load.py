@@ -6,6 +6,7 @@ drops each hold when the engine says that it has read it, as a request would. `L
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -36,6 +37,7 @@ WAIT = 30.0
 #: How long a request takes that goes another way, because there is no broker, in seconds.
 _ELSEWHERE = 0.005
 _MESSAGE = 1 << 16
+_M_MMAP_THRESHOLD = -3
 
 
 def size_of(chance: random.Random) -> int:
@@ -243,18 +245,22 @@ def _report(
 
 @dataclass
 class Memory:
-    """Of one process, in bytes: its own pages, and all that it maps, shared ones included."""
+    """A process's own memory, without what it shares with others, in bytes: the least and the most of some time."""
 
-    own: int
-    resident: int
+    least: int
+    most: int
 
     @classmethod
     def of(cls, pid: int) -> Memory:
-        kib: Counter[str] = Counter()
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
-            name, value = line.split()[:2]
-            kib[name.rstrip(":")] += int(value)
-        return cls((kib["Anonymous"]) << 10, kib["Rss"] << 10)
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        (kib,) = [line.split()[1] for line in rollup.splitlines() if line.startswith("Anonymous:")]
+        return cls(int(kib) << 10, int(kib) << 10)
+
+    def beside(self, other: Memory | None) -> Memory:
+        """Both together."""
+        if other is None:
+            return self
+        return Memory(min(self.least, other.least), max(self.most, other.most))
 
 
 class Load:
@@ -315,5 +321,7 @@ class Load:
 
 def part(channel: socket.socket, part: str, **arguments: Any) -> None:
     torch.set_num_threads(1)
+    # glibc keeps large buffers once it has freed one of their size: then they would hide what really stays.
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 17)
     {"produce": produce, "consume": consume}[part](channel, **arguments)
     os._exit(0)
