@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
 # The two environments are built from one tree.
 .NOTPARALLEL:
-.PHONY: help env env-old test check format demo bench fuzz clean
+.PHONY: help env env-old test check format demo bench fuzz soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,11 @@ SEED ?= 1
 fuzz: env ## damaged messages for everything that reads: COUNT (5,000,000) of SEED (1), and a JSON file of what came of it
 	@mkdir -p bench/results
 	$(BIN)/python -m tests.fuzz.campaign --count $(COUNT) --seed $(SEED) --json bench/results/fuzz-$$(date +%Y-%m-%d).json
+
+FEATURES ?= 200000
+soak: env ## load, faults, restarts and a stopped engine for long: FEATURES (200,000) of SEED (1), and a JSON file of it
+	@mkdir -p bench/results
+	$(BIN)/python -m tests.faults.soak --features $(FEATURES) --seed $(SEED) --json bench/results/soak-$$(date +%Y-%m-%d).json
 
 clean: ## remove the environments and everything that was built
 	rm -rf $(VENV) $(VENV_OLD) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,6 +16,7 @@ import torch
 import mmbroker
 from mmbroker.proto.errors import ClientForked
 from tests.conftest import StartBroker
+from tests.faults.steps import cut
 from tests.kit import BrokerProcess, Puppet, eventually
 from tests.rig import Rig
 
@@ -107,6 +108,7 @@ def test_a_child_keeps_no_map_and_no_lifeline(readonly: Rig) -> None:
     def check() -> None:
         assert not maps()
         assert not Path(f"/proc/self/fd/{fd}").exists()
+        assert not cut("lifeline") and not cut("control"), "a connection of the parent's"
 
     in_child(check)
     held.drop()

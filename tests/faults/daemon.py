@@ -24,8 +24,8 @@ def main(channel: socket.socket, settings: str, traceable: bool = True, **arm: A
         trap.arm(**arm)
     start_up = server.Server._start_up
 
-    def ready(*arguments: Any) -> None:
-        start_up(*arguments)
+    async def ready(*arguments: Any) -> None:
+        await start_up(*arguments)
         channel.send(json.dumps({"result": os.getpid()}).encode())
 
     server.Server._start_up = ready  # type: ignore[method-assign]

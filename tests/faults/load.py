@@ -1,11 +1,12 @@
 """Load: many producers and engines on one small arena, for a while, with every byte checked.
 
-A producer's thread puts features of 1 byte to 8 MiB, sends references to an engine over a socket of their own, and drops
-each hold when the engine says that it has read it, as a request would. `Load` starts the processes and watches them.
+A producer's thread puts features of 1 byte to 8 MiB, sends references to an engine over a socket of their own, and
+drops each hold when the engine says that it has read it, as a request would. `Load` starts the processes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -36,6 +37,7 @@ WAIT = 30.0
 #: How long a request takes that goes another way, because there is no broker, in seconds.
 _ELSEWHERE = 0.005
 _MESSAGE = 1 << 16
+_M_MMAP_THRESHOLD = -3
 
 
 def size_of(chance: random.Random) -> int:
@@ -91,9 +93,12 @@ def produce(
     counts = Counts()
     stop = threading.Event()
     workers = [
-        threading.Thread(target=_produce, args=(client, root, f"{name}-{n}", engines, f"{seed}/{name}/{n}", count, size, counts, stop))
+        threading.Thread(
+            target=_produce,
+            args=(client, root, f"{name}-{n}", engines, f"{seed}/{name}/{n}", count, size, counts, stop),
+        )
         for n in range(threads)
-    ]  # fmt: skip
+    ]
     for worker in workers:
         worker.start()
     _report(channel, counts, workers, stop)
@@ -101,7 +106,7 @@ def produce(
 
 
 class _Requests:
-    """A producer's features that engines have yet to read. Answers come at any time, also while a put waits for room."""
+    """A producer's features that engines have yet to read. Answers come at any time, also while a put waits."""
 
     def __init__(self, address: str, counts: Counts) -> None:
         self.address = address
@@ -240,18 +245,22 @@ def _report(
 
 @dataclass
 class Memory:
-    """Of one process, in bytes: its own pages, and all that it maps, shared ones included."""
+    """A process's own memory, without what it shares with others, in bytes: the least and the most of some time."""
 
-    own: int
-    resident: int
+    least: int
+    most: int
 
     @classmethod
     def of(cls, pid: int) -> Memory:
-        kib: Counter[str] = Counter()
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
-            name, value = line.split()[:2]
-            kib[name.rstrip(":")] += int(value)
-        return cls((kib["Anonymous"]) << 10, kib["Rss"] << 10)
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        (kib,) = [line.split()[1] for line in rollup.splitlines() if line.startswith("Anonymous:")]
+        return cls(int(kib) << 10, int(kib) << 10)
+
+    def beside(self, other: Memory | None) -> Memory:
+        """Both together."""
+        if other is None:
+            return self
+        return Memory(min(self.least, other.least), max(self.most, other.most))
 
 
 class Load:
@@ -312,5 +321,7 @@ class Load:
 
 def part(channel: socket.socket, part: str, **arguments: Any) -> None:
     torch.set_num_threads(1)
+    # glibc keeps large buffers once it has freed one of their size: then they would hide what really stays.
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 17)
     {"produce": produce, "consume": consume}[part](channel, **arguments)
     os._exit(0)

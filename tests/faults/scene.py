@@ -143,7 +143,9 @@ class Stage:
                 self.life.examine()
             if "result" in answer:
                 return answer["result"]
-            excused = self.life is not None and self.life.restarted and answer.get("error") in OUTAGE | ENGINE_AWAY
+            excused = (
+                self.life is not None and self.life.restarted and answer.get("error") in OUTAGE | ENGINE_AWAY
+            )
             assert excused and time.monotonic() < end, f"a bystander could not {verb}: {answer}"
 
     def reunited(self) -> None:
@@ -296,7 +298,7 @@ class Life:
     # --- asking -----------------------------------------------------------------------------------------------------
 
     def ask(self, name: str, verb: str, /, **arguments: Any) -> Any:
-        """What an actor answers, as often as it takes; None if it is dead. Errors that nobody may have fail the test."""
+        """What an actor answers, as often as it takes; None if it is dead. An error that it must not see fails."""
         end = time.monotonic() + RECOVERY
         while name not in self.dead:
             answer = self._once(name, verb, arguments)

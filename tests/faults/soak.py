@@ -41,7 +41,7 @@ Note = Callable[[dict[str, Any]], None]
 
 
 def load(features: int, seed: int, note: Note) -> dict[str, Any]:
-    """16 producers and 4 engines; every process's memory at each tenth."""
+    """16 producers and 4 engines; every process's memory in each tenth."""
     stage = Stage(host_mib=ARENA_MIB, segment_mib=8)
     stage.start()
     work = Load(stage.clients, stage.directory, seed)
@@ -53,17 +53,22 @@ def load(features: int, seed: int, note: Note) -> dict[str, Any]:
         for n in range(PROCESSES):
             work.producer(f"p{n}", [*ENGINES], threads=THREADS, count=-(-features // (PROCESSES * THREADS)))
         for tenth in range(1, 11):
-            while (done := work.counts()["features"]) < features * tenth // 10:
-                assert not [name for name in work.counts() if name.startswith("broke")], work.counts()
+            memory: dict[str, Memory] = {}
+            while True:
+                counts = work.counts()
+                assert not [name for name in counts if name.startswith("broke")], counts
+                for name, child in {"broker": stage.living, **work.producers, **work.engines}.items():
+                    memory[name] = Memory.of(child.pid).beside(memory.get(name))
+                if (done := counts["features"]) >= features * tenth // 10:
+                    break
                 readable([], 0.25)
-            memory = {"broker": Memory.of(stage.living.pid)}
-            memory |= {n: Memory.of(child.pid) for n, child in {**work.producers, **work.engines}.items()}
             seconds = round(time.monotonic() - started, 1)
             found["tenths"].append(
                 {"features": done, "seconds": seconds, "memory": {n: asdict(m) for n, m in memory.items()}}
             )
             print(
-                f"{done:9} features, {seconds:8} s, {done / seconds:6.0f} a second; broker {memory['broker'].own >> 10} KiB",
+                f"{done:9} features, {seconds:8} s, {done / seconds:6.0f} a second; "
+                f"broker {memory['broker'].least >> 10} KiB",
                 flush=True,
             )
             note(found | _sums(work, stage, before, started))
@@ -97,9 +102,10 @@ def _sums(work: Load, stage: Stage, before: dict[str, Any], started: float) -> d
 
 
 def growth(tenths: list[dict[str, Any]]) -> dict[str, float]:
-    """By how much each process's own memory has grown from the first tenth to the last, as a share."""
-    first, last = tenths[0]["memory"], tenths[-1]["memory"]
-    return {name: round(last[name]["own"] / first[name]["own"] - 1, 4) for name in first}
+    """By how much each process's own memory has grown since the first tenth, as a share: the least of the last tenth
+    beside that of the second, because what is on its way at a moment comes and goes."""
+    early, late = tenths[1]["memory"], tenths[-1]["memory"]
+    return {name: round(late[name]["least"] / early[name]["least"] - 1, 4) for name in early}
 
 
 def campaign(seed: int, note: Note) -> dict[str, Any]:
@@ -129,7 +135,8 @@ def main(features: int, seed: int, path: Path | None, parts: tuple[str, ...]) ->
     results: dict[str, Any] = {
         "date": str(date.today()),
         "version": version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
+        "python": platform.python_version(),
         "seed": seed,
     }
     work: dict[str, Callable[[Note], dict[str, Any]]] = {

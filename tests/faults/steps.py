@@ -243,10 +243,12 @@ def cut(which: str, pids: list[int] | None = None) -> int:
     """Shut down this process's connections over ``lifeline.sock`` or ``control.sock``; how many there were."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
+        try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             connection = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue  # closed meanwhile, or the listing's own
         with connection, suppress(OSError):
             if connection.family != socket.AF_UNIX:
                 continue
@@ -290,7 +292,7 @@ def _kind(message: Any) -> str:
 
 def install_client() -> None:
     """Name the steps of a producer and of an engine, in this process."""
-    from mmbroker import connection, link, mapping, table, tensors
+    from mmbroker import connection, entry, link, mapping, table, tensors
     from mmbroker.proto import messages as m
 
     asked = threading.local()
@@ -331,7 +333,7 @@ def install_client() -> None:
     _wrap(table.FeatureTable, "_copy_on_host", "copy", "copied")
     _wrap(table.FeatureTable, "take", "take", "taken")
     _wrap(table.FeatureTable, "_withdraw", None, "withdrawn")
-    _wrap(table.Use, "release", "release", "released")
+    _wrap(entry.Use, "release", "release", "released")
 
 
 def install_broker() -> None:

@@ -1,5 +1,5 @@
-"""What a process may still touch is nobody else's: dead writers, writers and readers that lost their session, and kernels
-that cannot tell when a process has gone."""
+"""What a process may still touch is nobody else's: dead writers, writers and readers that lost their session, and
+kernels that cannot tell when a process has gone."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Child:
     def answer(self) -> dict[str, Any]:
         """Wait for the next answer. Raises `Lost`."""
         while (answer := self.answered()) is None:
-            assert readable([self.channel]), f"process {self.pid} did not answer"
+            assert readable([self.channel], 3 * PATIENCE), f"process {self.pid} did not answer"
             self.receive()
         return answer
 
@@ -133,7 +133,8 @@ class Zygote:
 
     def close(self) -> None:
         self._socket.close()
-        self.process.wait(PATIENCE)
+        self.process.kill()  # it has nothing to give back
+        self.process.wait()
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import mmbroker
 from mmbroker import table as table_module
 from mmbroker.proto.errors import BrokerLost, FeatureMissing
 from tests.conftest import StartBroker
+from tests.faults.steps import cut
 from tests.kit import BrokerProcess, eventually
 from tests.rig import same, values
 
@@ -222,3 +223,17 @@ def test_a_tensor_outlives_everything(start_broker: StartBroker) -> None:
     del kept
     gc.collect()
     eventually(lambda: not mapped(address), "the end of the map")
+
+
+def test_a_control_connection_that_is_cut(start_broker: StartBroker) -> None:
+    """ZeroMQ would wait for a peer that never comes; the client ends the session, and has a new one."""
+    with pair(start_broker(), "readonly") as (client, engine, table):
+        for times in range(1, 4):
+            assert cut("control") == 2
+            for one in (client, engine):
+                eventually(
+                    lambda one=one, n=times: one.stats()["reconnects"] == n and one.connected,  # type: ignore[misc]
+                    "a new session",
+                )
+            with client.put(torch.tensor([times]), to="a") as held, table.take(held.ref) as use:
+                assert use.tensor.tolist() == [times]

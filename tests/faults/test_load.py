@@ -1,0 +1,75 @@
+"""Many producers and engines on a small arena, and everything that may make one of them wait for another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from . import restarts, stopped
+from .conftest import SEED
+from .load import Load
+from .scene import Stage
+
+FEATURES = 1600
+MIB = 1 << 20
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    found = Stage(host_mib=32, segment_mib=8)
+    try:
+        found.start()
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.fixture
+def work(stage: Stage) -> Iterator[Load]:
+    found = Load(stage.clients, stage.directory, SEED)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def test_sixteen_producers_and_four_engines(stage: Stage, work: Load) -> None:
+    """1 byte to 8 MiB, a quarter under content keys, a tenth put again: every byte right, every book at zero."""
+    for name in "abcd":
+        work.engine(name, access="copy" if name == "d" else "readonly")
+    for n in range(8):
+        work.producer(f"p{n}", list("abcd"), count=FEATURES // 16)
+    counts = work.finish()
+    assert {name: n for name, n in counts.items() if name != "longest_put_ms"} == {
+        "features": FEATURES,
+        "right": FEATURES,
+    }
+    status = stage.status()
+    assert (status["holds"], status["leases"], status["quarantined"], status["waiting_count"]) == (0, 0, 0, 0)
+    assert status["pool"]["used"] == status["pool"]["idle"]
+    messages = status["daemon"]["messages_in"] + status["daemon"]["messages_out"]
+    assert messages < 12 * FEATURES
+
+
+def test_a_modest_namespace_beside_a_greedy_one(stage: Stage, work: Load) -> None:
+    """Who comes rarely is served in its turn: six threads that always want more do not keep it from its own."""
+    work.engine("greedy-engine", namespace="greedy")
+    work.engine("modest-engine", namespace="modest")
+    for n in range(3):
+        work.producer(f"greedy-{n}", ["greedy-engine"], namespace="greedy", size=4 * MIB)
+    modest = work.producer("modest", ["modest-engine"], namespace="modest", threads=1, count=40, size=4 * MIB)
+    modest.post("join")
+    done = modest.answer()["result"]
+    assert {name: n for name, n in done.items() if name != "longest_put_ms"} == {"features": 40, "right": 40}
+    counts = work.finish("end")
+    assert not [name for name in counts if name.startswith(("fell", "broke"))]
+    assert counts["right"] - 40 < 40 * 6 * 4, "each greedy thread got more than four times as much"
+
+
+def test_a_stopped_engine_delays_nobody() -> None:
+    assert stopped.run()["slow_engine_in_flight_mib"] > 0
+
+
+def test_everybody_returns_after_restarts() -> None:
+    restarts.run([0.01, 0.1, 0.5], SEED)
