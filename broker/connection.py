@@ -135,13 +135,32 @@ class Connection:
         # Nor would it say that it was cut off: it would wait for a peer that never comes.
         self._monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         dealer.connect(f"ipc://{directory / welcome.control}")
-        if not dealer.poll(max(1, int((deadline - time.monotonic()) * 1000)), zmq.POLLOUT):
-            raise ConnectTimeout(
-                f"the broker at {directory} shook hands, but its control socket did not answer in time: "
-                "see whether its process is stopped or overloaded"
-            )
+        self._await_control(directory, dealer, self._monitor, deadline)
         self.read_monitor()
         return int(dealer.get(zmq.FD))
+
+    def _await_control(
+        self, directory: Path, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], deadline: float
+    ) -> None:
+        """Wait until the control socket is connected, or the broker has gone, which the socket alone would not tell."""
+        poller = zmq.Poller()
+        poller.register(dealer, zmq.POLLOUT)
+        poller.register(monitor, zmq.POLLIN)
+        poller.register(self.lifeline, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(max(1, int((deadline - time.monotonic()) * 1000))))
+            if dealer in ready:
+                return
+            if not ready:
+                raise ConnectTimeout(
+                    f"the broker at {directory} shook hands, but its control socket did not answer in time: "
+                    "see whether its process is stopped or overloaded"
+                )
+            self.read_monitor()
+            if self._cut or self.lifeline.fileno() in ready:
+                raise BrokerUnavailable(
+                    f"the broker at {directory} ended the connection during the handshake"
+                )
 
     @property
     def monitor_fd(self) -> int:

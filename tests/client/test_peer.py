@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -440,3 +441,20 @@ def test_closing_while_the_broker_is_gone(client: Callable[[Handler], tuple[Peer
     mine.close()
     with pytest.raises(BrokerUnavailable):
         mine.lookup("k")
+
+
+def test_a_broker_that_goes_between_the_two_handshakes(peer: Callable[..., Peer]) -> None:
+    """It said welcome, and was gone before its control socket answered; the next one is found at once."""
+
+    def welcome(w: m.Welcome) -> m.Welcome:
+        return w if w.session > 1 else msgspec.structs.replace(w, control="nowhere.sock")
+
+    one = peer(welcome=welcome)
+    clients: list[mmbroker.Client] = []
+    thread = threading.Thread(target=lambda: clients.append(mmbroker.connect(one.directory, timeout=600)))
+    thread.start()
+    eventually(lambda: one._lifelines, "the first handshake")
+    one.hang_up()
+    thread.join(20)
+    assert clients and one.sessions == 2
+    clients[0].close()

@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections import Counter
@@ -281,6 +282,7 @@ class Life:
         self.seeds = iter(range(self.random.randrange(1 << 30) << 8, 1 << 62))
         self.tripped = self._unexamined = False
         self.forked = 0
+        self._open: socket.socket | None = None
         self.restarted = False
         self.dead: set[str] = set()
         self.seen: dict[str, list[str]] = {}  # steps that both have gone through
@@ -359,6 +361,7 @@ class Life:
         assert not self.tripped
         self.tripped = self._unexamined = True
         self.forked = victim.trips.popleft()["child"]
+        self._open = victim.channel.dup()  # or the forked child would end with its parent
         if self.action == "kill":
             victim.wait()
             if self.role == "broker":
@@ -486,3 +489,5 @@ class Life:
         if self.forked:
             with suppress(ProcessLookupError):
                 os.kill(self.forked, signal.SIGKILL)
+        if self._open is not None:
+            self._open.close()

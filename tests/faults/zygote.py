@@ -7,6 +7,7 @@ they had been started; the kernel takes them away when they end, and `Child.pidf
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import select
@@ -138,6 +139,7 @@ class Zygote:
 
 
 def main() -> None:
+    faulthandler.enable()
     orders = socket.socket(fileno=int(sys.argv[1]))
     if sys.argv[2] == "broker":
         from .daemon import main as run
