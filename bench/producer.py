@@ -54,6 +54,7 @@ class Producer:
     """Measures every way to send the same features."""
 
     def __init__(self, broker: str, sglang: bool) -> None:
+        torch.set_num_threads(1)  # more would go on spinning after a copy, beside whatever is measured next
         self._client = mmbroker.connect(broker, name="bench-producer", timeout=30.0)
         self._threads = hash_threads()
         self._pool = ThreadPoolExecutor(self._threads)

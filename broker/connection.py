@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -70,6 +71,7 @@ class Connection:
         self._outbox: deque[bytes] = deque()
         self._segments: dict[tuple[int, bool], Mapping | tuple[int, int]] = {}  # or descriptor and size
         self._fresh: list[int] = []
+        self._cold: deque[weakref.ref[Mapping]] = deque()  # mapped, and not populated as a whole
         check_length(directory)
         self.lifeline = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._dealer: zmq.Socket[bytes] | None = None
@@ -317,8 +319,20 @@ class Connection:
                 nbytes=nbytes,
             ) from None
         self._segments[key] = mapping
+        self._cold.append(weakref.ref(mapping))
         os.close(fd)
         return mapping
+
+    @property
+    def cold(self) -> bool:
+        """Is anything mapped that is not populated? See `warm_ahead`."""
+        return bool(self._cold)
+
+    def warm_ahead(self) -> None:
+        """Populate some more of what is mapped."""
+        mapping = self._cold[0]()
+        if mapping is None or not mapping.warm_ahead():
+            self._cold.popleft()
 
     def descriptor(self, segment: int) -> tuple[int, int]:
         """Descriptor and size of a device segment. For the receiver thread."""

@@ -461,7 +461,10 @@ class Link:
             ready = [(connection.control_fd, select.POLLIN)]
         else:
             # Rounded up: a poll that ends too early would only be repeated.
-            ready = self._poller.poll(int(seconds * 1000) + 1)
+            ready = self._poller.poll(0 if connection.cold else int(seconds * 1000) + 1)
+            if connection.cold and not ready:
+                connection.warm_ahead()  # what will be needed, while there is nothing else to do
+                return
         for fd, _ in ready:
             if fd == self._wake_fd:
                 self._clear_wake()

@@ -67,6 +67,7 @@ class Mapping:
         self.address = address
         self._populate = 0
         self._warm: set[int] = set()
+        self._ahead = 0  # all pieces before this one are
         self.writable = bool(prot & _PROT_WRITE)
         self._whole = memoryview(region).cast("B")
 
@@ -111,9 +112,21 @@ class Mapping:
         """Have the kernel fill in page tables, once a piece. Where it does not know how, the first touch does."""
         for piece in range(offset // _PIECE, -(-(offset + nbytes) // _PIECE)):
             if piece not in self._warm:
-                start = piece * _PIECE
-                _madvise(self.address + start, min(_PIECE, self.nbytes - start), self._populate)
-                self._warm.add(piece)
+                self._warm_one(piece)
+
+    def _warm_one(self, piece: int) -> None:
+        start = piece * _PIECE
+        _madvise(self.address + start, min(_PIECE, self.nbytes - start), self._populate)
+        self._warm.add(piece)
+
+    def warm_ahead(self) -> bool:
+        """Populate one more piece, before it is needed; False: all are. For a thread that has nothing else to do."""
+        if not self._populate or self._ahead * _PIECE >= self.nbytes:
+            return False
+        if self._ahead not in self._warm:
+            self._warm_one(self._ahead)
+        self._ahead += 1
+        return True
 
 
 def _bury(address: int, nbytes: int, pid: int) -> None:

@@ -140,3 +140,13 @@ def test_pinned_pages_are_not_populated_again(segment: Callable[[int], int]) -> 
     for whole in (plain, pinned):
         whole.view(0, 4 * MIB)
     assert (resident(plain.address), resident(pinned.address)) == (4 * MIB, 0)
+
+
+def test_populating_ahead_ends_when_all_is_there(segment: Callable[[int], int]) -> None:
+    whole = Mapping.of(segment(5 * MIB), 5 * MIB, False)
+    whole.view(2 * MIB, MIB)
+    there = [resident(whole.address)]
+    while whole.warm_ahead():
+        there.append(resident(whole.address))
+    assert there == [2 * MIB, 4 * MIB, 4 * MIB, 5 * MIB]
+    assert not Mapping.private(MIB).warm_ahead()

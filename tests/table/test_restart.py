@@ -229,7 +229,7 @@ def test_a_control_connection_that_is_cut(start_broker: StartBroker) -> None:
     """ZeroMQ would wait for a peer that never comes; the client ends the session, and has a new one."""
     with pair(start_broker(), "readonly") as (client, engine, table):
         for times in range(1, 4):
-            assert cut("control") == 2
+            assert cut("control") >= 2  # ZeroMQ may be about to close one of an earlier session
             for one in (client, engine):
                 eventually(
                     lambda one=one, n=times: one.stats()["reconnects"] == n and one.connected,  # type: ignore[misc]
