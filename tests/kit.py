@@ -402,3 +402,16 @@ class Leaks:
         while (problem := self.found()) and time.monotonic() < end:
             threading.Event().wait(0.005)
         assert not problem, f"left behind by this test: {problem}"
+
+
+def resident(address: int) -> int:
+    """Bytes of the map around `address` that this process's page tables have."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if "-" in name.split(" ")[0]:
+            start, end = (int(n, 16) for n in line.split(" ")[0].split("-"))
+            found = start <= address < end
+        elif found and name == "Rss":
+            return int(rest.split()[0]) << 10
+    return 0

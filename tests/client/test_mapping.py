@@ -14,6 +14,7 @@ import pytest
 from mmbroker import mapping
 from mmbroker.mapping import Mapping
 from mmbroker.proto.errors import InvalidMessage
+from tests.kit import resident
 
 MIB = 1 << 20
 
@@ -36,19 +37,6 @@ def segment() -> Iterator[Callable[[int], int]]:
 def mapped(address: int) -> bool:
     ranges = (line.split(" ")[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
-
-
-def resident(address: int) -> int:
-    """Bytes of the map at `address` that this process's page tables have."""
-    found = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if "-" in name.split(" ")[0]:
-            start, end = (int(n, 16) for n in line.split(" ")[0].split("-"))
-            found = start <= address < end
-        elif found and name == "Rss":
-            return int(rest.split()[0]) << 10
-    return 0
 
 
 def test_bytes_are_shared_by_all_maps_of_a_segment(segment: Callable[[int], int]) -> None:

@@ -25,6 +25,12 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 SMALL = {"host_mib": 16, "segment_mib": 4}
 
 
+def four_large() -> list[str]:
+    """The photographs, upright and upside down: two of them fit into `SMALL`."""
+    photographs = list(kit.pictures.photographs().values())
+    return [kit.url(photograph.rotate(turn)) for turn in (0, 180) for photograph in photographs]
+
+
 class Trouble:
     """An engine that was started without a broker, and brokers that come and go."""
 
@@ -161,11 +167,7 @@ def test_an_arena_that_stays_full_is_not_waited_for_for_ever(
 
 def test_a_batch_that_can_never_fit_goes_item_by_item(trouble: Trouble) -> None:
     scene = trouble.scene
-    four = [
-        kit.url(photograph.rotate(turn))
-        for turn in (0, 180)
-        for photograph in kit.pictures.photographs().values()
-    ]
+    four = four_large()
     alone = scene.engine.ask(four, tokens=4).texts
     trouble.start(**SMALL)
     with scene.change("tokenizer") as tokenizer, scene.change("scheduler") as scheduler:
@@ -178,14 +180,9 @@ def test_a_batch_that_can_never_fit_goes_item_by_item(trouble: Trouble) -> None:
 def test_a_batch_keeps_the_answers_that_come_before_its_last_request_is_sent(trouble: Trouble) -> None:
     """Two pictures fit, and their requests are answered while the third waits for room."""
     scene = trouble.scene
-    pictures = [
-        kit.url(photograph.rotate(turn))
-        for turn in (0, 180)
-        for photograph in kit.pictures.photographs().values()
-    ]
     body = {
         "text": ["<|vision_start|><|image_pad|><|vision_end|>What is in this picture?"] * 4,
-        "image_data": [[picture] for picture in pictures],
+        "image_data": [[picture] for picture in four_large()],
         "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
     }
 

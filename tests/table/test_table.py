@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ import mmbroker
 from mmbroker.proto.errors import BrokerError, FeatureMissing, StaleReference
 from mmbroker.proto.form import Part
 from mmbroker.proto.reference import Reference
-from tests.kit import BrokerProcess, eventually
+from tests.kit import eventually
 from tests.rig import Rig, a_rig, bits, same, values
 
 
@@ -497,26 +496,3 @@ def test_a_grant_that_cannot_be_entered_fails_the_seal(rig: Rig, monkeypatch: py
         monkeypatch.undo()
         with rig.client.put(values(torch.int8, (10,), seed=71), to="ill") as held:
             assert table.take(held.ref).tensor is not None
-
-
-def test_a_segment_is_populated_before_it_is_needed(broker: BrokerProcess) -> None:
-    """By an idle receiver thread, so that no grant waits for it."""
-    with mmbroker.connect(broker.directory) as engine, mmbroker.connect(broker.directory) as client:
-        table = engine.attach(engine="e", access="readonly")
-        with client.put(torch.arange(1000), to="e") as held, table.take(held.ref) as use:
-            address = use.tensor.data_ptr()
-
-            def populated() -> bool:
-                entry = ""
-                for line in Path("/proc/self/smaps").read_text().splitlines():
-                    name, _, rest = line.partition(":")
-                    if "-" in name.split(" ")[0]:
-                        start, end = (int(n, 16) for n in name.split(" ")[0].split("-"))
-                        entry = f"{(end - start) >> 10}" if start <= address < end else ""
-                    elif entry and name == "Rss":
-                        return rest.split()[0] == entry
-                return False
-
-            eventually(populated, "the whole segment")
-            del use
-        table.close()
