@@ -123,8 +123,6 @@ class Link:
         with ExitStack() as failing:
             failing.callback(os.close, self._wake_fd)
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            # Its own thread, woken by our sends, must not push aside who sends and may hold the interpreter's lock.
-            self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
             failing.callback(self._context.term)
             self._connection = self._connect_first(time.monotonic() + timeout)
             failing.callback(self._connection.close)
