@@ -23,6 +23,7 @@ from typing import Any
 import click
 
 from mmbroker.vitals import version
+from tests.kit import eventually
 
 from . import restarts, stopped
 from .campaign import Theatre, everything
@@ -77,7 +78,7 @@ def load(features: int, seed: int, note: Note) -> dict[str, Any]:
         wrong = {n: v for n, v in counts.items() if n not in ("features", "right", "longest_put_ms")}
         assert not wrong, wrong
         assert counts["features"] == counts["right"] >= features
-        status = stage.status()
+        status = eventually(lambda: (s := stage.status()) and not s["holds"] and s, "the last holds' end")
         assert not (status["holds"] or status["leases"] or status["quarantined"])
         too_much = {n: g for n, g in found["growth"].items() if g > GROWTH}
         assert not too_much, f"more memory than after the first tenth: {too_much}"

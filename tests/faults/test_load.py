@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.kit import eventually
+
 from . import restarts, stopped
 from .conftest import SEED
 from .load import Load
@@ -45,7 +47,7 @@ def test_sixteen_producers_and_four_engines(stage: Stage, work: Load) -> None:
         "features": FEATURES,
         "right": FEATURES,
     }
-    status = stage.status()
+    status = eventually(lambda: (s := stage.status()) and not s["holds"] and s, "the last holds' end")
     assert (status["holds"], status["leases"], status["quarantined"], status["waiting_count"]) == (0, 0, 0, 0)
     assert status["pool"]["used"] == status["pool"]["idle"]
     messages = status["daemon"]["messages_in"] + status["daemon"]["messages_out"]
