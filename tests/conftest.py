@@ -24,6 +24,9 @@ import zmq
 from tests.kit import BrokerProcess, Leaks, Puppet, eventually
 from tests.web import browser
 
+# A runner that was started with `nohup` would hand its deafness on to every process that a test starts.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 
 class StartBroker(Protocol):
     """Starts a broker; `wait` for its ready line unless told otherwise. `prefix` goes before its command line."""
