@@ -9,6 +9,7 @@ file for each. All take turns on the same tensors, which change before every tur
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -102,8 +103,10 @@ class Producer:
             self._change(features)
             self._undo(put(None)())
         times: dict[str, list[int]] = {name: [] for name in ways_to_send}
+        order, draw = list(ways_to_send.items()), random.Random(mb)
         for turn in range(count + 1):
-            for name, send in ways_to_send.items():
+            draw.shuffle(order)  # none shall always come after the same one, whose leavings are in the caches
+            for name, send in order:
                 self._change(features)
                 started = clock()
                 sent = send()
