@@ -197,11 +197,11 @@ class Control:
             self._dismiss(line, message.holds)
             return
         if line.dismissed:
-            dismissed, line.dismissed = line.dismissed, []
             if isinstance(message, Granted):
-                message = Granted(message.grants, dismissed)
+                message = Granted(message.grants, line.dismissed)
+                line.dismissed = []
             else:
-                self._send(line, Dismissed(dismissed))
+                self._tell_dismissed(line)
         self._send(line, message)
 
     def _dismiss(self, line: _Line, holds: list[int]) -> None:
@@ -209,8 +209,7 @@ class Control:
         turns with its scheduler."""
         line.dismissed += holds
         if len(line.dismissed) > _DISMISSALS or self._office.pressed():
-            dismissed, line.dismissed = line.dismissed, []
-            self._send(line, Dismissed(dismissed))
+            self._tell_dismissed(line)
         elif self._dismissing is None:
             self._dismissing = self._loop.call_later(_COMPANY, self._dismiss_all)
 
@@ -218,8 +217,11 @@ class Control:
         self._dismissing = None
         for line in list(self._by_session.values()):
             if line.dismissed:
-                dismissed, line.dismissed = line.dismissed, []
-                self._send(line, Dismissed(dismissed))
+                self._tell_dismissed(line)
+
+    def _tell_dismissed(self, line: _Line) -> None:
+        dismissed, line.dismissed = line.dismissed, []
+        self._send(line, Dismissed(dismissed))
 
     def _send(self, line: _Line, message: Downlink) -> None:
         data = encode(message)
