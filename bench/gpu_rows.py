@@ -60,15 +60,16 @@ def measure(
                 if load:
                     more.call("begin", "engine", RATE)
                 times: list[int] = []
-                hosts, warm = 0, True
+                hosts, warm = 0, gpu_sglang.WARM
                 while len(times) < takes:
                     refs = feeder.call("grant", "engine")
                     found, missing = engine.call("take", refs, load)
                     feeder.call("drop")
-                    if not warm:
+                    if warm:
+                        warm -= 1
+                    else:
                         times += found
                         hosts += missing
-                    warm = False
                 if load:
                     more.call("end")
                 engine.call("emptied")

@@ -22,6 +22,8 @@ SHARED = "cpu (ShmPointerMMData)"
 WAYS = (CACHED, UNCACHED, HASHED, HASH, SHARED)
 #: Its pool, in bytes, and how many features are under way in a round.
 POOL, FEATURES = 1 << 30, 12
+#: Rounds before the first that counts.
+WARM = 10
 
 
 def _modules() -> tuple[Any, Any]:
@@ -157,12 +159,13 @@ def measure(shop: Workshop, sizes: tuple[float, ...], takes: int, say: Any) -> l
                 say(f"rows: {mb:g} MB, {way}")
                 for load in (False, True):
                     times: list[int] = []
-                    wrong, warm = 0, True
+                    wrong, warm = 0, WARM
                     while len(times) < takes // 2:
                         found, bad = scheduler.call("measure", way, sender.call("messages", way), load)
                         wrong += bad
-                        if not warm:
+                        if warm:
+                            warm -= 1
+                        else:
                             times += found
-                        warm = False
                     lines.append({"mb": mb, "way": way, "load": load, "wrong": wrong, **stats.us(times)})
     return lines
