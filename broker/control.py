@@ -38,7 +38,7 @@ _PER_PASS: Final = 256
 #: Longer messages are cut off by ZeroMQ, with their connection; up to here the sender gets an error.
 _CUT_OFF: Final = 4 * MAX_MESSAGE
 #: How long dismissals wait for a grant to travel with, in seconds; and how many holds do at most.
-_COMPANY: Final = 0.002
+_COMPANY: Final = 0.02
 _DISMISSALS: Final = 1000
 #: A session that had no room is tried again after so long, in seconds: from the first to the second, doubling.
 _RETRY: Final = (0.002, 0.1)
@@ -212,6 +212,12 @@ class Control:
             self._tell_dismissed(line)
         elif self._dismissing is None:
             self._dismissing = self._loop.call_later(_COMPANY, self._dismiss_all)
+
+    def hurry(self) -> None:
+        """Somebody waits for room: what is over must end now."""
+        if self._dismissing is not None:
+            self._dismissing.cancel()
+            self._dismiss_all()
 
     def _dismiss_all(self) -> None:
         self._dismissing = None

@@ -256,6 +256,8 @@ class Server:
                     self._carry_out(effect)
         finally:
             self._handling = False
+        if self.broker.pressed:
+            self.control.hurry()
         while self._doubtful:
             if not self.broker.remembers(session := self._doubtful.pop()):
                 self.lifelines.exorcise(session)

@@ -131,8 +131,9 @@ class Broker:
 
     @property
     def pressed(self) -> bool:
-        """Is a create waiting for room?"""
-        return bool(self.admission.queue)
+        """Is a create waiting for room, or an entry for a place on the device?"""
+        replicas = self.holds.replicas
+        return bool(self.admission.queue or (replicas is not None and replicas.wanting))
 
     def next_deadline(self) -> float | None:
         """When the shell must send a `Tick`, at the latest; None: whenever the next event comes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,14 +91,17 @@ def test_many_dismissals(producer: RawClient, rank: RawClient, count: int) -> No
         producer.cast(m.Drop([number]))
     seq = ask_for(producer, b"x" * 32)
     told: list[int] = []
-    while len(told) < count:
+    acked: list[int] = []
+    while len(told) < count or not acked:
+        rank.receive()
         for notice in rank.notices:
-            told += notice.dismissed if isinstance(notice, m.Granted) else getattr(notice, "holds", [])
             if isinstance(notice, m.Granted):
-                rank.cast(m.Ack([grant.ref.hold for grant in notice.grants]))
+                told += notice.dismissed
+                acked += [grant.ref.hold for grant in notice.grants]
+                rank.cast(m.Ack(acked))
+            else:
+                told += notice.holds
         rank.notices.clear()
-        if len(told) < count:
-            rank.receive()
     assert told == numbers
     assert isinstance(producer.answer(seq), m.Found)
 
@@ -125,6 +129,30 @@ def test_they_do_not_wait_while_somebody_waits_for_room(start_broker: Callable[.
             rank.cast(m.Settle(rank.notice(m.Dismissed).holds))
         producer.cast(m.Drop([big]))
         rank.cast(m.Settle(rank.notice(m.Dismissed).holds))
+        assert isinstance(producer.answer(waiting), m.Created)
+
+
+#: Runs a command's arguments with a broker whose dismissals would wait for an hour.
+PATIENT = """
+import sys
+import mmbroker.control
+mmbroker.control._COMPANY = 3600.0
+sys.argv = ["mmbroker", *sys.argv[4:]]
+from mmbroker.cli import main
+main()
+"""
+
+
+def test_they_stop_waiting_when_somebody_waits_for_room(start_broker: Callable[..., BrokerProcess]) -> None:
+    broker = start_broker(host_mib=8, segment_mib=8, prefix=[sys.executable, "-c", PATIENT])
+    with RawClient(broker.directory) as rank, RawClient(broker.directory) as producer:
+        assert rank.call(m.Attach("e", 0, 1)) == m.Attached(True)
+        put(producer, b"big", 6 * MIB)
+        big = hold(producer, rank, b"big")
+        producer.cast(m.Drop([big]))
+        waiting = producer.post(m.Create([an_item(6 * MIB)]), timeout=60.0)
+        assert rank.notice(m.Dismissed).holds == [big]
+        rank.cast(m.Settle([big]))
         assert isinstance(producer.answer(waiting), m.Created)
 
 

@@ -43,11 +43,14 @@ def test_a_rank_moves_to_the_device() -> None:
     rank = attached(one, "a", "pinned")
     refs = [producer.put(item(i, 300), to="a")[0] for i in range(3)]
     assert not any(place(rank, ref.hold) for ref in refs)
+    assert not one.broker.pressed
     assert rank.ask(attach("a")).tier == "device"
     assert [bool(place(rank, ref.hold)) for ref in refs] == [True, True, False]
+    assert one.broker.pressed  # the third waits for a place
     rank.cast(m.Loaded([ref.hold for ref in refs[:2]]))
     producer.drop(refs[0])
     assert place(rank, refs[2].hold)
+    assert not one.broker.pressed
     assert rank.ask(attach("a")).tier == "device"  # said twice, as after an answer that was lost
     for ref in refs[1:]:
         producer.drop(ref)
