@@ -260,9 +260,9 @@ class Belongings:
         for gpu in self._gpus.values():
             gpu.forget()
 
-    def _reconnected(self, link: Link) -> None:
-        if link.boot != self._boot:
-            self._boot = link.boot
+    def _reconnected(self) -> None:
+        if self.link.boot != self._boot:
+            self._boot = self.link.boot
             self._lost.clear()
         for table in list(self.tables):
             table.attach()
@@ -300,7 +300,7 @@ class Belongings:
             or any(table.touches(session) for table in list(self.tables))
         )
 
-    def _take_leave(self, link: Link) -> None:
+    def _take_leave(self) -> None:
         """Give everything back, and wait until the broker has read it: what is still in a socket at its end is lost."""
         for table in list(self.tables):
             table.close(_FAREWELL)
@@ -312,11 +312,11 @@ class Belongings:
             gpu.await_copies()
             gpu.await_readers()
         self._chores(time.monotonic())
-        holds = iter([hold for session, hold in list(self._holds) if session == link.session])
+        holds = iter([hold for session, hold in list(self._holds) if session == self.link.session])
         while batch := list(islice(holds, 4096)):
-            link.cast(Drop(batch))
+            self.link.cast(Drop(batch))
         self._holds.clear()
-        link.call(Lookup([]), _FAREWELL)
+        self.link.call(Lookup([]), _FAREWELL)
 
 
 def _items(message: msgspec.Struct) -> Sequence[Any]:
