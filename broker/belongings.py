@@ -146,8 +146,8 @@ class Belongings:
     def lease_over(self, slot: Slot, words: list[Body]) -> None:
         """Tell the broker that a slot is ours no more, once the last tensor over it is gone. Never waits."""
         self._leases.pop((slot.session, slot.lease), None)
-        if words and not self._told_over(slot, words):
-            self.link.wake()  # to look after it from now on
+        if (words and not self._told_over(slot, words)) or slot.session in self._lost:
+            self.link.wake()  # to look after it from now on, or to say that nothing is left of its session
 
     def _told_over(self, slot: Slot, words: list[Body]) -> bool:
         if retained := slot.retained:
@@ -219,6 +219,7 @@ class Belongings:
         if dismissed:
             for table in self.tables[:-1]:
                 table.dismissed(dismissed)
+            self._watch_lost()
 
     def _offered(self, offers: list[Offer]) -> None:
         if self.tables:
@@ -242,6 +243,12 @@ class Belongings:
     def _dismissed(self, holds: list[int]) -> None:
         for table in list(self.tables):
             table.dismissed(holds)
+        self._watch_lost()
+
+    def _watch_lost(self) -> None:
+        """Something has come to its end: if it was the last of a lost session, the broker waits for that word."""
+        if self._lost:
+            self.link.remind()
 
     def _broken(self, leases: list[int]) -> None:
         session = self.link.session

@@ -143,10 +143,7 @@ def test_a_reader_that_lost_its_session_reads_on(stage: Stage) -> None:
         check(stage, *put(stage))
         assert engine.ask("still_reads", seeds=seeds, sizes=sizes)
     engine.ask("release")
-    if (
-        stage.traceable
-    ):  # else nothing is known of its old session any more, and it keeps its entries for their time
-        assert engine.ask("at_rest")
+    assert engine.ask("at_rest"), "it was not told that its requests are over"
     stage.sweep()
     for child in (producer, engine):
         child.end()
