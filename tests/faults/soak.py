@@ -1,9 +1,9 @@
-"""The long form: load with memory watched, every fault, restarts, a stopped engine. `make soak` runs it.
+"""The long form: load with memory watched, every fault, restarts, stopped and killed engines. `make soak` runs it.
 
     python -m tests.faults.soak [--features 200000] [--seed N] [--json FILE] [PART ...]
 
-Its parts are ``load``, ``stopped``, ``restarts`` and ``campaign``. What they found is written as JSON, after each of
-them and at each tenth of the load, so that a run that was cut off has said something, too.
+Its parts are ``load``, ``stopped``, ``killed``, ``restarts`` and ``campaign``. What they found is written as JSON, after
+each of them and at each tenth of the load, so that a run that was cut off has said something, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import click
 from bench import machine
 from tests.kit import eventually
 
-from . import campaign, restarts, stopped
+from . import campaign, killed, restarts, stopped
 from .load import FINE, Load, Memory
 from .scene import Stage
 from .zygote import readable
@@ -128,7 +128,7 @@ def every_fault(seed: int, note: Note) -> dict[str, Any]:
 @click.option("--features", default=200_000, show_default=True)
 @click.option("--seed", default=lambda: int(time.time()), type=int)
 @click.option("--json", "path", type=click.Path(path_type=Path))
-@click.argument("parts", nargs=-1, type=click.Choice(["load", "stopped", "restarts", "campaign"]))
+@click.argument("parts", nargs=-1, type=click.Choice(["load", "stopped", "killed", "restarts", "campaign"]))
 def main(features: int, seed: int, path: Path | None, parts: tuple[str, ...]) -> None:
     path = path or RESULTS / f"soak-{date.today()}.json"
     results: dict[str, Any] = {
@@ -140,6 +140,7 @@ def main(features: int, seed: int, path: Path | None, parts: tuple[str, ...]) ->
     work: dict[str, Callable[[Note], dict[str, Any]]] = {
         "load": lambda note: load(features, seed, note),
         "stopped": lambda note: stopped.run(60.0),
+        "killed": lambda note: killed.run(20),
         "restarts": lambda note: restarts.run([0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0], seed),
         "campaign": lambda note: every_fault(seed, note),
     }
