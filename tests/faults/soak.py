@@ -2,8 +2,8 @@
 
     python -m tests.faults.soak [--features 200000] [--seed N] [--json FILE] [PART ...]
 
-Its parts are ``load``, ``stopped``, ``killed``, ``restarts`` and ``campaign``. What they found is written as JSON, after
-each of them and at each tenth of the load, so that a run that was cut off has said something, too.
+Its parts are ``load``, ``stopped``, ``killed``, ``restarts`` and ``campaign``. What they found is written as JSON,
+after each of them and at each tenth of the load, so that a run that was cut off has said something, too.
 """
 
 from __future__ import annotations
