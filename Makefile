@@ -49,7 +49,7 @@ fuzz: env ## damaged messages for everything that reads: COUNT (5,000,000) of SE
 	$(BIN)/python -m tests.fuzz.campaign --count $(COUNT) --seed $(SEED) --json bench/results/fuzz-$$(date +%Y-%m-%d).json
 
 FEATURES ?= 200000
-soak: env ## load, faults, restarts and a stopped engine for long: FEATURES (200,000) of SEED (1), and a JSON file of it
+soak: env ## load, faults, restarts, a stopped engine and killed ones for long: FEATURES (200,000) of SEED (1), and a JSON file of it
 	@mkdir -p bench/results
 	$(BIN)/python -m tests.faults.soak --features $(FEATURES) --seed $(SEED) --json bench/results/soak-$$(date +%Y-%m-%d).json
 

@@ -146,8 +146,8 @@ class Belongings:
     def lease_over(self, slot: Slot, words: list[Body]) -> None:
         """Tell the broker that a slot is ours no more, once the last tensor over it is gone. Never waits."""
         self._leases.pop((slot.session, slot.lease), None)
-        if words and not self._told_over(slot, words):
-            self.link.wake()  # to look after it from now on
+        if (words and not self._told_over(slot, words)) or slot.session in self._lost:
+            self.link.wake()  # to look after it from now on, or to say that nothing is left of its session
 
     def _told_over(self, slot: Slot, words: list[Body]) -> bool:
         if retained := slot.retained:
@@ -219,6 +219,7 @@ class Belongings:
         if dismissed:
             for table in self.tables[:-1]:
                 table.dismissed(dismissed)
+            self._watch_lost()
 
     def _offered(self, offers: list[Offer]) -> None:
         if self.tables:
@@ -242,6 +243,12 @@ class Belongings:
     def _dismissed(self, holds: list[int]) -> None:
         for table in list(self.tables):
             table.dismissed(holds)
+        self._watch_lost()
+
+    def _watch_lost(self) -> None:
+        """Something has come to its end: if it was the last of a lost session, the broker waits for that word."""
+        if self._lost:
+            self.link.remind()
 
     def _broken(self, leases: list[int]) -> None:
         session = self.link.session
@@ -260,9 +267,9 @@ class Belongings:
         for gpu in self._gpus.values():
             gpu.forget()
 
-    def _reconnected(self, link: Link) -> None:
-        if link.boot != self._boot:
-            self._boot = link.boot
+    def _reconnected(self) -> None:
+        if self.link.boot != self._boot:
+            self._boot = self.link.boot
             self._lost.clear()
         for table in list(self.tables):
             table.attach()
@@ -300,7 +307,7 @@ class Belongings:
             or any(table.touches(session) for table in list(self.tables))
         )
 
-    def _take_leave(self, link: Link) -> None:
+    def _take_leave(self) -> None:
         """Give everything back, and wait until the broker has read it: what is still in a socket at its end is lost."""
         for table in list(self.tables):
             table.close(_FAREWELL)
@@ -312,11 +319,11 @@ class Belongings:
             gpu.await_copies()
             gpu.await_readers()
         self._chores(time.monotonic())
-        holds = iter([hold for session, hold in list(self._holds) if session == link.session])
+        holds = iter([hold for session, hold in list(self._holds) if session == self.link.session])
         while batch := list(islice(holds, 4096)):
-            link.cast(Drop(batch))
+            self.link.cast(Drop(batch))
         self._holds.clear()
-        link.call(Lookup([]), _FAREWELL)
+        self.link.call(Lookup([]), _FAREWELL)
 
 
 def _items(message: msgspec.Struct) -> Sequence[Any]:

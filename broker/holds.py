@@ -123,8 +123,12 @@ class Holds:
                 session.unacked.pop(hold.number, None)
             elif rank is not Rank.DETACHED:
                 self.books.out.dismiss(number, hold.number)
-            elif (heir := self._heir(self.books.sessions[number])) is not None:
-                self.books.out.dismiss(heir.number, hold.number)
+        engine = self._engine(hold)
+        for number in engine.ranks.values() if engine is not None else ():
+            kept = self.books.sessions[number].kept
+            if hold.number in kept:
+                kept.discard(hold.number)
+                self.books.out.dismiss(number, hold.number)
         self._close_if_settled(hold, now)
 
     # --- the ranks' side --------------------------------------------------------------------------------------------
@@ -181,21 +185,25 @@ class Holds:
         if self.replicas is not None:
             self.replicas.loader_ended(session, now)
 
-    def inherit(self, heir: Session) -> None:
-        """A rank has attached anew: its table still has what was granted to sessions that it lost, and is told of the
-        holds that ended meanwhile. It answers with `Released` once nothing of such a session is left."""
-        for lost in self.books.sessions.values():
-            if lost.grants and self._heir(lost) is heir:
-                for hold in lost.grants.values():
-                    if hold.over:
-                        self.books.out.dismiss(heir.number, hold.number)
+    def kept(self, session: Session, numbers: Iterable[int]) -> None:
+        """A rank has attached anew, and its table still has what was granted to sessions that it lost. It does not know
+        when their requests are over: it is told. That settles nothing; its process's end does, or `Released`."""
+        for number in numbers:
+            hold = self.open.get(number)
+            if (
+                hold is None
+                or hold.over
+                or session.engine is None
+                or session.engine is not self._engine(hold)
+            ):
+                self.books.out.dismiss(session.number, number)
+            else:
+                session.kept.add(number)
 
-    def _heir(self, lost: Session) -> Session | None:
-        """The living session of the same process as the same rank of the same engine."""
-        engine = self.books.engines.get((lost.namespace, lost.engine_name))
-        number = engine.ranks.get(lost.rank) if engine is not None else None
-        heir = self.books.sessions[number] if number is not None else None
-        return heir if lost.ended and heir is not None and heir.process == lost.process else None
+    def _engine(self, hold: Hold) -> Engine | None:
+        """The engine that a hold is for, as it is attached now."""
+        old = hold.engine
+        return self.books.engines.get((old.namespace, old.name)) if old is not None else None
 
     def orphan(self, session: Session, now: float) -> None:
         """A producer has ended: what it was still asking for is over, what it may have sent goes on for a while."""

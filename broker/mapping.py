@@ -136,11 +136,6 @@ def _bury(address: int, nbytes: int, pid: int) -> None:
         sweep()
 
 
-def dead() -> bool:
-    """Is there anything to `sweep`?"""
-    return bool(_dead)
-
-
 def sweep() -> None:
     """Unmap what has died. Not for a thread that must not wait."""
     while _dead:

@@ -200,6 +200,7 @@ class Session:
     holds: dict[int, Hold] = field(default_factory=dict)  # that it owns
     nbytes: int = 0  # of its leases' and holds' slots
     grants: dict[int, Hold] = field(default_factory=dict)  # that it has as a rank
+    kept: set[int] = field(default_factory=set)  # holds granted to its rank's earlier sessions, to be told of
     unacked: dict[int, float] = field(default_factory=dict)  # hold -> when it was granted
     pins: dict[int, Feature | Slot] = field(default_factory=dict)  # sealed leases it still has tensors over
     quarantine: list[Slot] = field(default_factory=list)

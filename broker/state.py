@@ -39,7 +39,7 @@ from .tallies import Tallies
 
 _NOTHING = Form("uint8", (0,), 0)
 #: What a client tells rather than asks.
-CASTS = (m.Abort, m.Drop, m.Unpin, m.Ack, m.Settle, m.Loaded, m.Park, m.Want, m.Tally)
+CASTS = (m.Abort, m.Drop, m.Unpin, m.Ack, m.Settle, m.Kept, m.Loaded, m.Park, m.Want, m.Tally)
 
 
 class Broker:
@@ -72,6 +72,7 @@ class Broker:
             m.Unpin: lambda s, _seq, call, now, _: self.leases.unpin(s, call.leases, now),
             m.Ack: lambda s, _seq, call, now, _: self.holds.ack(s, call, now),
             m.Settle: lambda s, _seq, call, now, _: self.holds.settle(s, call.holds, now),
+            m.Kept: lambda s, _seq, call, now, _: self.holds.kept(s, call.holds),
             m.Loaded: self._device_call,
             m.Park: self._device_call,
             m.Want: self._device_call,
@@ -240,7 +241,6 @@ class Broker:
             for segment in self.books.pool.arena(session.namespace):
                 if segment.ready:
                     self.books.announce(self.books.pool, segment)
-        self.holds.inherit(session)
         self.books.stirred = True
         self.books.respond(session, seq, m.Attached(engine.complete, "device" if session.gpu else "host"))
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from mmbroker.proto.errors import (
@@ -28,6 +29,7 @@ from mmbroker.proto.messages import (
     Attached,
     Detach,
     Grant,
+    Kept,
     Offer,
     Settle,
 )
@@ -410,11 +412,20 @@ class FeatureTable:
             del self._boots[next(iter(self._boots))]
         self._try_pause = _FULL_WATCH[0]
         self._move(path, timeout)
+        self._tell_kept()
         if path.why:
             _log.warning(
                 "mmbroker: rank %d of engine %s is on the %s path: %s",
                 self.rank, self.engine, path.name, path.why,
             )  # fmt: skip
+
+    def _tell_kept(self) -> None:
+        """Have the broker tell when the holds of lost sessions end."""
+        boot, session = self._link.boot, self._link.session
+        entries = list(self._entries.values())
+        kept = iter([e.ref.hold for e in entries if e.ref.boot == boot and e.session != session])
+        while batch := list(islice(kept, 4096)):
+            self._link.cast(Kept(batch))
 
     def _move(self, path: Path, timeout: float | None) -> None:
         """Take a path, and tell the broker which."""

@@ -214,6 +214,13 @@ class Settle(_Message, frozen=True, tag="settle"):
     holds: list[int]
 
 
+class Kept(_Message, frozen=True, tag="kept"):
+    """Rank that attached anew: it still has entries of these holds, which were granted to sessions that it lost. Each
+    comes back in a `Dismissed`: at once if the hold is over or is not this engine's, else when it ends."""
+
+    holds: list[int]
+
+
 class Loaded(_Message, frozen=True, tag="loaded"):
     """Rank: the copies to the device that these holds' grants or offers asked for are complete."""
 
@@ -240,7 +247,7 @@ class Tally(_Message, frozen=True, tag="tally"):
 
 Body = (
     Create | Lookup | Seal | Attach | Detach | Released | Status | Shutdown
-    | Abort | Drop | Unpin | Ack | Settle | Loaded | Park | Want | Tally | Drain | Evict
+    | Abort | Drop | Unpin | Ack | Settle | Kept | Loaded | Park | Want | Tally | Drain | Evict
 )  # fmt: skip
 
 

@@ -216,8 +216,8 @@ def test_short_lived_clients(broker: BrokerProcess, end: str) -> None:
         "mmbroker.connection.Connection._shake_hands",
         "mmbroker.connection.Connection._open_control",
         "mmbroker.connection.socket.socket",
-        "mmbroker.link.os.eventfd",
-        "mmbroker.link.threading.Thread.start",
+        "mmbroker.receiver.os.eventfd",
+        "mmbroker.receiver.threading.Thread.start",
     ],
 )
 def test_connecting_fails_at_every_step(

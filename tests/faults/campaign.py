@@ -3,17 +3,25 @@
 A seed reproduces a run: it chooses actions, sizes, ways of access, and whose connection a broker cuts. Without pytest,
 and not ending at the first failure:
 
-    python -m tests.faults.campaign [--seed N] [--all] [ROLE[:STEP[:ACTION]] ...]
+    python -m tests.faults.campaign [--seed N] [--all] [--shard I/N] [--json FILE] [ROLE[:STEP[:ACTION]] ...]
+
+Shards have nothing in common, a broker least of all: a machine with many cores runs N of them side by side.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import click
+
+from bench import machine
 
 from .scene import Life, Stage
 from .steps import ACTIONS, BROKER, ENGINE, PRODUCER
@@ -43,7 +51,11 @@ class Theatre:
 
     def __init__(self) -> None:
         self._stage: Stage | None = None
-        self.worst: dict[str, int] = {}
+        self._earlier: Counter[str] = Counter()  # of the stages before
+
+    def longest(self) -> Counter[str]:
+        """The longest that anything took on any stage, in milliseconds."""
+        return self._earlier | (self._stage.longest if self._stage else Counter())
 
     def play(self, role: str, step: str, action: str, seed: int) -> None:
         """One life with one fault. What went wrong is raised, with the log of the broker and of its clients."""
@@ -61,38 +73,86 @@ class Theatre:
             raise
 
     def close(self) -> None:
+        self._earlier = self.longest()
         stage, self._stage = self._stage, None
         if stage is not None:
-            for what, took in stage.worst.items():
-                self.worst[what] = max(took, self.worst.get(what, 0))
             stage.close()
+
+
+def play(faults: list[Fault], seed: int, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Try these faults out, all of them. What came of it is told after each: how many there are and how many were
+    tried, each one's time in milliseconds, the errors, and the longest that anything took."""
+    theatre, started = Theatre(), time.monotonic()
+    found: dict[str, Any] = {"faults": len(faults), "seed": seed, "tried": 0, "failed": {}}
+    by_action: Counter[str] = Counter()
+    took: dict[str, int] = {}
+    for fault in faults:
+        name, before = ":".join(fault), time.monotonic()
+        try:
+            theatre.play(*fault, seed)
+        except Exception as error:
+            traceback.print_exc()
+            found["failed"][name] = f"{type(error).__name__}: {error}"[:2000]
+        took[name] = int((time.monotonic() - before) * 1000)
+        by_action[fault[2]] += 1
+        found |= {
+            "tried": len(took),
+            "seconds": round(time.monotonic() - started, 1),
+            "by_action": dict(by_action),
+            "longest_ms": dict(theatre.longest()),
+            "took_ms": took,
+        }
+        note(found)
+        print(f"{took[name]:6} ms  {name}{'  FAILED' * (name in found['failed'])}", flush=True)
+    theatre.close()
+    return found
+
+
+class Shard(click.ParamType):
+    """``I/N``: the I-th of N parts, counted from 1."""
+
+    name = "I/N"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        index, _, count = str(value).partition("/")
+        if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+            self.fail(f"{value!r} is no part of something, such as 1/12", param, ctx)
+        return int(index), int(count)
 
 
 @click.command()
 @click.option("--seed", default=0)
 @click.option("--all", "all_", is_flag=True)
+@click.option("--shard", type=Shard(), default="1/1")
+@click.option("--json", "path", type=click.Path(path_type=Path))
 @click.argument("only", nargs=-1)
-def main(seed: int, all_: bool, only: tuple[str, ...]) -> None:
+def main(seed: int, all_: bool, shard: tuple[int, int], path: Path | None, only: tuple[str, ...]) -> None:
     chosen = [
         fault
         for fault in (everything() if all_ or only else short(seed))
         if not only or ":".join(fault).startswith(only)
     ]
+    index, count = shard
+    chosen = chosen[index - 1 :: count]
     print(f"{len(chosen)} faults, seed {seed}")
-    theatre, started, failures = Theatre(), time.monotonic(), []
-    for fault in chosen:
-        before = time.monotonic()
-        try:
-            theatre.play(*fault, seed)
-        except Exception:
-            failures.append(":".join(fault))
-            traceback.print_exc()
-        print(f"{time.monotonic() - before:6.2f} s  {':'.join(fault)}", flush=True)
-    theatre.close()
-    print(f"{time.monotonic() - started:.0f} s; longest, in ms: {theatre.worst}")
-    for failure in failures:
+    circumstances = {
+        "date": machine.date(),
+        "machine": machine.describe(),
+        "versions": machine.versions(),
+        "shard": f"{index}/{count}",
+    }
+
+    def note(found: dict[str, Any]) -> None:
+        if path is not None:
+            path.write_text(json.dumps(circumstances | found, indent=1) + "\n")
+
+    found = play(chosen, seed, note)
+    print(f"{found['seconds']} s; longest, in ms: {found['longest_ms']}")
+    for failure in found["failed"]:
         print(f"failed: {failure}")
-    sys.exit(bool(failures))
+    sys.exit(bool(found["failed"]))
 
 
 if __name__ == "__main__":

@@ -32,8 +32,10 @@ MIB = 1 << 20
 LARGEST = 8 * MIB
 #: Features that a producer's thread has with engines at once.
 WINDOW = 3
-#: How long a put may wait for room, in seconds; what then has none counts as a fallback.
+#: How long a put may wait for room, in seconds, unless told otherwise; what then has none counts as a fallback.
 WAIT = 30.0
+#: What is counted where nothing goes wrong.
+FINE = {"features", "right", "longest_put_ms", "longest_overtaken"}
 #: How long a request takes that goes another way, because there is no broker, in seconds.
 _ELSEWHERE = 0.005
 _MESSAGE = 1 << 16
@@ -63,6 +65,9 @@ class Counts:
         with self._lock:
             merge(self._found, {**dict.fromkeys(names, 1), **values})
 
+    def __getitem__(self, name: str) -> int:
+        return self._found[name]
+
     def so_far(self) -> dict[str, int]:
         with self._lock:
             return dict(self._found)
@@ -86,6 +91,7 @@ def produce(
     threads: int,
     seed: int,
     count: int,
+    wait: float,
     size: int = 0,
 ) -> None:
     """Put `count` features a thread (0: until told to end), to engines in turn."""
@@ -95,7 +101,18 @@ def produce(
     workers = [
         threading.Thread(
             target=_produce,
-            args=(client, root, f"{name}-{n}", engines, f"{seed}/{name}/{n}", count, size, counts, stop),
+            args=(
+                client,
+                root,
+                f"{name}-{n}",
+                engines,
+                f"{seed}/{name}/{n}",
+                count,
+                wait,
+                size,
+                counts,
+                stop,
+            ),
         )
         for n in range(threads)
     ]
@@ -108,11 +125,11 @@ def produce(
 class _Requests:
     """A producer's features that engines have yet to read. Answers come at any time, also while a put waits."""
 
-    def __init__(self, address: str, counts: Counts) -> None:
+    def __init__(self, address: str, counts: Counts, wait: float) -> None:
         self.address = address
         self.mail = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.mail.bind(address)
-        self._counts = counts
+        self._counts, self._wait = counts, wait
         self._held: dict[int, mmbroker.Held] = {}
         self._room = threading.Semaphore(WINDOW)
         self._thread = threading.Thread(target=self._listen)
@@ -120,7 +137,7 @@ class _Requests:
 
     def begin(self) -> None:
         """Wait until there may be one more."""
-        assert self._room.acquire(timeout=2 * WAIT), "no answer from an engine"
+        assert self._room.acquire(timeout=2 * self._wait), "no answer from an engine"
 
     def cancel(self) -> None:
         self._room.release()
@@ -153,12 +170,13 @@ def _produce(
     engines: list[str],
     seed: str,
     count: int,
+    wait: float,
     size: int,
     counts: Counts,
     stop: threading.Event,
 ) -> None:
     chance = random.Random(seed)
-    requests = _Requests(f"{root}/{name}", counts)
+    requests = _Requests(f"{root}/{name}", counts, wait)
     recent: list[tuple[int, int]] = []
     number = 0
     try:
@@ -173,16 +191,19 @@ def _produce(
             tensor = pattern(*feature)
             key = None if chance.random() < 0.25 else f"{feature[0]}"
             requests.begin()
-            began = time.monotonic()
+            began, finished = time.monotonic(), counts["features"]
             try:
-                hold = client.put(tensor, to=engine, key=key, timeout=WAIT)
+                hold = client.put(tensor, to=engine, key=key, timeout=wait)
             except BrokerError as error:
                 counts.add("features", f"fell back: {type(error).__name__}")
                 requests.cancel()
                 if not client.connected:
                     stop.wait(_ELSEWHERE)
                 continue
-            counts.add(longest_put_ms=int((time.monotonic() - began) * 1000))
+            counts.add(
+                longest_put_ms=int((time.monotonic() - began) * 1000),
+                longest_overtaken=counts["features"] - finished,
+            )
             requests.send(hold, f"{root}/{engine}", *feature)
         requests.close()
     except BaseException as error:
@@ -266,8 +287,8 @@ class Memory:
 class Load:
     """Producers and engines for a broker at `path`."""
 
-    def __init__(self, clients: Zygote, path: Path, seed: int) -> None:
-        self.clients, self.path, self.seed = clients, path, seed
+    def __init__(self, clients: Zygote, path: Path, seed: int, wait: float = WAIT) -> None:
+        self.clients, self.path, self.seed, self.wait = clients, path, seed, wait
         self.root = Path(tempfile.mkdtemp(prefix="mml-", dir="/tmp"))
         self.engines: dict[str, Child] = {}
         self.producers: dict[str, Child] = {}
@@ -291,7 +312,14 @@ class Load:
     ) -> Child:
         common = {"path": str(self.path), "root": str(self.root), "name": name, "namespace": namespace}
         child = self.clients.spawn(
-            part="produce", engines=engines, threads=threads, seed=self.seed, count=count, size=size, **common
+            part="produce",
+            engines=engines,
+            threads=threads,
+            seed=self.seed,
+            count=count,
+            wait=self.wait,
+            size=size,
+            **common,
         )
         self.producers[name] = child
         return child

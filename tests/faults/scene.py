@@ -68,7 +68,7 @@ class Stage:
         self.others: list[Child] = []
         self.traceable = True  # the kernel tells when a client's process has gone
         self.life: Life | None = None  # on this stage
-        self.worst = Counter[str]()  # the longest that something took, in milliseconds
+        self.longest = Counter[str]()  # the longest that something took, in milliseconds
         self.seeds = iter(range(1 << 40, 1 << 41))
 
     # --- the broker -------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Stage:
         self.ask(self.others[0], "let_go")
 
     def note(self, what: str, started: float) -> None:
-        self.worst[what] = max(self.worst[what], int((time.monotonic() - started) * 1000))
+        self.longest[what] = max(self.longest[what], int((time.monotonic() - started) * 1000))
 
     # --- the books --------------------------------------------------------------------------------------------------
 

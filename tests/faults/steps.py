@@ -292,7 +292,7 @@ def _kind(message: Any) -> str:
 
 def install_client() -> None:
     """Name the steps of a producer and of an engine, in this process."""
-    from mmbroker import connection, entry, link, mapping, table, tensors
+    from mmbroker import connection, entry, mapping, receiver, table, tensors
     from mmbroker.proto import messages as m
 
     asked = threading.local()
@@ -321,9 +321,9 @@ def install_client() -> None:
     _wrap(connection.Connection, "encode", ask)
     _wrap(connection.Connection, "post", None, sent)
     _wrap(connection.Connection, "_take_segment", "segment.came", "segment.taken")
-    _wrap(link.Link, "_dispatch", lambda *a: f"{came(*a)}.came", lambda *a: f"{came(*a)}.handled")
-    _wrap(link.Link, "_lose", "lost", "lost.told")
-    _wrap(link.Link, "_take_leave", "leave", "left")
+    _wrap(receiver.Receiver, "_dispatch", lambda *a: f"{came(*a)}.came", lambda *a: f"{came(*a)}.handled")
+    _wrap(receiver.Receiver, "_lose", "lost", "lost.told")
+    _wrap(receiver.Receiver, "_take_leave", "leave", "left")
     _wrap(mapping, "_mmap", "mmap", "mmapped")
     _wrap(mapping, "_munmap", "munmap", "munmapped")
     _wrap(tensors.Source, "digest", "hash")

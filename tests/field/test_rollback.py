@@ -161,6 +161,7 @@ UNAVAILABLE: list[m.Body] = [
     m.Unpin([77]),
     m.Ack([77]),
     m.Settle([77]),
+    m.Kept([77]),
     m.Loaded([77]),
     m.Park([77]),
     m.Want([77]),

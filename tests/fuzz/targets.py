@@ -118,8 +118,8 @@ class Machine:
         limits = e.Limits(
             host_bytes=4 * MIB,
             segment_bytes=MIB,
-            features_per_session=200,
-            pending_per_session=20,
+            features_per_session=60,
+            pending_per_session=8,
             items_per_call=50,
             client_budget_bytes=2 * MIB,
             features_per_namespace=300,

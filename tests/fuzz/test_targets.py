@@ -137,7 +137,10 @@ calls = st.one_of(
     st.builds(m.Ack, numbers, numbers, st.text()),
     st.builds(m.Released, st.integers(0, 9)),
     st.builds(m.Tally, st.dictionaries(st.text(), st.integers(0, 9))),
-    *(st.builds(kind, numbers) for kind in (m.Abort, m.Drop, m.Unpin, m.Settle, m.Loaded, m.Park, m.Want)),
+    *(
+        st.builds(kind, numbers)
+        for kind in (m.Abort, m.Drop, m.Unpin, m.Settle, m.Kept, m.Loaded, m.Park, m.Want)
+    ),
     st.sampled_from([m.Detach(), m.Status(), m.Status(-1), m.Status(1 << 62)]),
 )
 

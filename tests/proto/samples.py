@@ -50,6 +50,7 @@ BODIES: dict[str, m.Body] = {
     "ack, failed": m.Ack([], [8], "out of memory"),
     "ack, settled": m.Ack([7], settled=[5, 6]),
     "settle": m.Settle([7]),
+    "kept": m.Kept([7, 8]),
     "loaded": m.Loaded([7, 8]),
     "park": m.Park([7]),
     "want": m.Want([7]),

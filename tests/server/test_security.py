@@ -169,7 +169,9 @@ def test_who_stole_every_number_of_a_session_still_gets_no_bytes(broker: BrokerP
             assert answer.body.error == "UnknownSession"
 
 
-@pytest.mark.parametrize("kind", [m.Drop, m.Settle, m.Ack, m.Abort, m.Unpin, m.Park, m.Want, m.Loaded])
+@pytest.mark.parametrize(
+    "kind", [m.Drop, m.Settle, m.Ack, m.Kept, m.Abort, m.Unpin, m.Park, m.Want, m.Loaded]
+)
 def test_no_number_of_anothers_does_anything(broker: BrokerProcess, kind: Any) -> None:
     """All small numbers, as anybody may guess them, from a client of the same namespace."""
     with (

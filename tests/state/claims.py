@@ -31,6 +31,7 @@ class Client:
     answered: dict[int, m.Reply] = field(default_factory=dict)
     engine: str | None = None
     rank: int = 0
+    kept: set[int] = field(default_factory=set)  # holds of lost sessions that it wants to be told of
 
     @property
     def process(self) -> tuple[int, int, str]:
@@ -71,6 +72,7 @@ class HoldView:
     dismissed: set[int] = field(default_factory=set)
     owner: int | None = None  # known once the reference was handed out
     engine: str | None = None
+    read_by: str | None = None  # the engine whose ranks were granted it
     over: bool = False
     orphaned: float = math.inf
 
@@ -147,6 +149,8 @@ class Claims:
             case m.Settle(holds):
                 for number in holds:
                     self._rank_says(session, number, "settled")
+            case m.Kept(holds):
+                client.kept.update(holds)
             case m.Released(old):
                 self._released(client, old)
             case m.Detach():

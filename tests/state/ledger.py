@@ -92,24 +92,26 @@ class Ledger(Claims):
                     self._granted(session, client, grant)
             case m.Dismissed(holds):
                 for number in holds:
-                    hold = self.holds[number]
-                    if not self._inherited(client, hold):
-                        assert hold.ranks.get(session) in ("granted", "acked"), "dismissed without a grant"
-                        assert session not in hold.dismissed, "dismissed twice"
-                    ended = hold.over or hold.orphaned + self.limits.producer_grace <= self.now
-                    assert ended or hold.owner is None, "dismissed though its producer holds it"
-                    hold.dismissed.add(session)
+                    self._dismissed(session, client, number)
             case m.Retired(segments):
                 for number in segments:
                     assert {(number, True), (number, False)} & client.segments
                     assert number not in self.segments
 
-    def _inherited(self, client: Client, hold: HoldView) -> bool:
-        """Was it granted to a session that the same rank's process has lost?"""
-        earlier = [self.clients[session] for session in hold.ranks]
-        return any(
-            lost.ended and (lost.process, lost.rank) == (client.process, client.rank) for lost in earlier
-        )
+    def _dismissed(self, session: int, client: Client, number: int) -> None:
+        if number in client.kept:  # said to be an entry of a lost session
+            client.kept.discard(number)
+            hold = self.holds.get(number)
+            own = (client.opened.namespace, client.engine)
+            if hold is None or own != (hold.claim.namespace, hold.read_by):
+                return
+        else:
+            hold = self.holds[number]
+            assert hold.ranks.get(session) in ("granted", "acked"), "dismissed without a grant"
+            assert session not in hold.dismissed, "dismissed twice"
+            hold.dismissed.add(session)
+        ended = hold.over or hold.orphaned + self.limits.producer_grace <= self.now
+        assert ended or hold.owner is None, "dismissed though its producer holds it"
 
     def _granted(self, session: int, client: Client, grant: m.Grant) -> None:
         ref = grant.ref
@@ -124,6 +126,7 @@ class Ledger(Claims):
         assert not claim.segment or descriptor in client.segments, "a grant before its descriptor"
         hold = self.holds.setdefault(ref.hold, HoldView(claim))
         assert hold.claim is claim and session not in hold.ranks
+        hold.read_by = client.engine
         hold.ranks[session] = "granted"
         claim.ranks.add((session, ref.hold))
 

@@ -170,15 +170,68 @@ def test_who_attaches_again_hears_of_holds_that_ended_meanwhile() -> None:
     early, late = peer.put(item("x"), to="engine") + peer.put(item("y"), to="engine")
     rank.end(alive=True)
     peer.drop(early)
-    back, stranger = shell.client(pid=rank.pid), shell.client(pid=rank.pid)
-    stranger.attach("other")
+    back = shell.client(pid=rank.pid)
     back.attach("engine")
+    back.cast(m.Kept([early.hold, late.hold]))
     assert back.told == {early.hold}
     peer.drop(late)
     assert back.told == {early.hold, late.hold}
-    assert not stranger.told, "another engine of that process"
     assert shell.report()["holds"] == 2, "it has yet to say that it let go"
     back.ask(m.Released(rank.number))
+    assert shell.report()["holds"] == 0
+
+
+def test_who_cannot_be_traced_hears_of_them_too() -> None:
+    """The broker has forgotten its earlier session, but not what was granted to it."""
+    shell = Shell()
+    peer, rank = shell.client(), shell.client(traceable=False)
+    rank.prompt = True
+    rank.attach("engine")
+    early, late = peer.put(item("x"), to="engine") + peer.put(item("y"), to="engine")
+    rank.end(alive=True)
+    peer.drop(early)
+    assert shell.report()["ghosts"] == []
+    back = shell.client(traceable=False)
+    back.attach("engine")
+    back.cast(m.Kept([early.hold, late.hold]))
+    assert back.told == {early.hold}
+    peer.drop(late)
+    assert back.told == {early.hold, late.hold}
+    assert (shell.report()["holds"], shell.report()["counters"].get("unknown_holds", 0)) == (0, 0)
+
+
+def test_nobody_learns_of_another_engines_holds() -> None:
+    """Numbers of what lives, of what is over and of what never was are answered alike, and nothing follows."""
+    shell = Shell()
+    peer = shell.client()
+    shell.engine()
+    living, over = peer.put(item("x"), to="engine") + peer.put(item("y"), to="engine")
+    peer.drop(over)
+    for namespace, engine in (("a", "other"), ("b", "engine")):
+        stranger = shell.client(namespace=namespace)
+        stranger.attach(engine)
+        stranger.cast(m.Kept([living.hold, over.hold, 10**6]))
+        assert stranger.told == {living.hold, over.hold, 10**6}
+    unattached = shell.client()
+    unattached.cast(m.Kept([living.hold]))
+    assert unattached.told == {living.hold}
+    assert shell.report()["holds"] == 1
+
+
+def test_being_told_keeps_nothing() -> None:
+    """A rank that says it keeps what it was never granted delays no slot, and hears of its end once."""
+    shell = Shell(pages=4, segment=4)
+    peer = shell.client()
+    first, second = shell.engine(world=2)
+    (ref,) = peer.put(item("x", 4), to="engine")
+    late = shell.client(pid=first.pid)
+    first.end(alive=False)
+    late.attach("engine", 0, 2)
+    for _ in range(2):
+        late.cast(m.Kept([ref.hold]))
+    peer.drop(ref)
+    assert late.told == {ref.hold}
+    assert not second.entries
     assert shell.report()["holds"] == 0
 
 

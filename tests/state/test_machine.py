@@ -325,6 +325,7 @@ class Life(RuleBasedStateMachine):
             peer = self.shell.client("back", ghost.namespace, pid=ghost.pid)
             self.ranks.append(peer)
             peer.ask(m.Attach("engine-a", 0, 2))
+            peer.cast(m.Kept(draw(st.lists(st.integers(1, 60), max_size=10, unique=True))))
             if draw(st.booleans()):
                 peer.ask(m.Released(ghost.number))
                 self.ghosts.remove(ghost)
