@@ -196,7 +196,7 @@ class Server:
         site = Site(
             self.loop,
             lambda: self._with_facts(self.broker.report(time.monotonic())),
-            lambda cells: report.segments(self.broker, cells),
+            lambda cells, most: report.segments(self.broker, cells, most),
             self.vitals.complain,
         )
         stack.callback(site.close)
