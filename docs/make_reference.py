@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
 
 from mmbroker import metrics
+from mmbroker.adapters.sglang import export
 from mmbroker.cli import main as cli
 
 DOCS = Path(__file__).resolve().parent
@@ -30,8 +32,9 @@ def command_line() -> str:
 
 
 def with_metrics(page: str) -> str:
-    """The page of metrics with its last table made anew."""
-    return page[: page.index("| metric | kind")] + metrics.reference() + "\n"
+    """The page of metrics with its tables made anew: the engine's, then the broker's."""
+    tables = iter((export.reference(), metrics.reference()))
+    return re.sub(r"^\| metric \| kind.*\n(\|.*\n)*", lambda _: next(tables) + "\n", page, flags=re.MULTILINE)
 
 
 if __name__ == "__main__":

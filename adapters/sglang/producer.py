@@ -24,7 +24,7 @@ from mmbroker.proto.dtypes import ITEMSIZE
 from mmbroker.proto.errors import BrokerError, DeadlineExceeded, FeatureError, PoolFull
 from mmbroker.proto.reference import is_reference
 
-from . import holding, measure, packing, settings
+from . import holding, measure, packing, pictures, settings
 from .fallbacks import Fallbacks, reason_of
 from .joining import Joining
 from .packing import Place
@@ -82,6 +82,7 @@ class Producer:
         ):
             return tokenized  # no media, or not as a processor puts it out
         try:
+            pictures.look(output)
             private = getattr(tokenized, "session_params", None) is not None
             await self._carry(output, private, mine)
         except Exception as error:
