@@ -53,7 +53,7 @@ from mmbroker.proto.messages import (
 )
 from mmbroker.proto.tags import boot_tag, session_tag
 
-from . import mapping
+from . import mapping, spans
 from .calls import Waiter, describe, undoing
 from .connection import Connection, start_command
 from .mapping import Mapping
@@ -216,7 +216,7 @@ class Link:
         seq = next(self._numbers)
         waiter = self._waiting[seq] = Waiter()
         try:
-            connection.post(connection.encode(seq, timeout, body))
+            connection.post(connection.encode(seq, timeout, body, spans.context()))
             if connection.lost:  # perhaps after the receiver thread had failed all others
                 raise BrokerLost(f"the connection ended before {describe(body)}")
             if not self._wait(waiter, timeout + _ANSWER_GRACE) and self._waiting.pop(seq, None) is None:

@@ -11,6 +11,7 @@ the request goes SGLang's own way within a second.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import os
 import time
@@ -130,7 +131,7 @@ class Producer:
             return
         start = time.perf_counter_ns()
         put = _Put(client, self._settings, found, private)
-        done = self._pool.submit(put.run)
+        done = self._pool.submit(contextvars.copy_context().run, put.run)  # whose trace it belongs to
         helds = await self._result(done, client)
         if helds is None:
             self._fallbacks.count("unresponsive", len(found), "the broker has stopped answering")
