@@ -136,11 +136,31 @@ def test_the_service_starts_with_commands_and_settings_that_exist() -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(shell: str) -> None:
+    """What the shell is told calls this program, in the way that the program then understands."""
+    mmbroker = Path(sys.executable).with_name("mmbroker")
+    script = subprocess.run(
+        [mmbroker, "completion", shell], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "mmbroker" in script.stdout and f"_MMBROKER_COMPLETE={shell}_complete" in script.stdout
+    words = {"COMP_WORDS": "mmbroker dr", "COMP_CWORD": "dr" if shell == "fish" else "1"}
     done = subprocess.run(
-        [Path(sys.executable).with_name("mmbroker")],
-        env={**os.environ, "_MMBROKER_COMPLETE": f"{shell}_source"},
+        [mmbroker],
+        env={**os.environ, "_MMBROKER_COMPLETE": f"{shell}_complete", **words},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0 and "mmbroker" in done.stdout
+    assert done.returncode == 0 and "drain" in done.stdout and "start" not in done.stdout
+
+
+def test_bash_completes() -> None:
+    """In a real one."""
+    program = (
+        'eval "$(mmbroker completion bash)"; COMP_WORDS=(mmbroker start --host); COMP_CWORD=2; '
+        "_mmbroker_completion mmbroker; echo ${COMPREPLY[@]}"
+    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", program], env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout.split(), done.stderr) == (["--host-mib"], "")
