@@ -15,7 +15,6 @@ import click
 import pytest
 
 from mmbroker.cli import main
-from mmbroker.config import Settings
 from tests.kit import BrokerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,21 +116,6 @@ def test_references_are_the_codes() -> None:
     assert (ROOT / "docs" / "cli.md").read_text() == maker["command_line"]()
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert page == maker["with_metrics"](page)
-
-
-def test_the_service_starts_with_commands_and_settings_that_exist() -> None:
-    unit = (ROOT / "deploy" / "mmbroker.service").read_text()
-    (line,) = re.findall(r"^ExecStart=\S*mmbroker (.*)$", unit, re.MULTILINE)
-    verb, *arguments = shlex.split(line)
-    main.commands[verb].make_context(verb, arguments)
-    (variables,) = re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)
-    environ = dict(pair.split("=") for pair in variables.split())
-    settings = Settings.resolve({"host_mib": 1}, environ)
-    assert settings.log_format == "json" and str(settings.path) == "/run/mmbroker/cpu"
-    image = (ROOT / "deploy" / "Dockerfile").read_text()
-    for words in re.findall(r"^(?:CMD|HEALTHCHECK CMD) \[(.*)\]$", image, re.MULTILINE):
-        verb, *arguments = [word.strip('" ') for word in words.removeprefix('"mmbroker", ').split(",")]
-        main.commands[verb].make_context(verb, arguments)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
