@@ -430,8 +430,9 @@ def _refusal(data: bytes, error: Exception, what: str) -> Exception:
         version = -1
     if version not in (-1, PROTOCOL_VERSION):
         return VersionMismatch(
-            f"the peer speaks protocol version {version}, this side {PROTOCOL_VERSION}: "
-            "install the same mmbroker on both sides",
+            f"the two sides speak protocol versions {min(version, PROTOCOL_VERSION)} and "
+            f"{max(version, PROTOCOL_VERSION)}: upgrade mmbroker where version {min(version, PROTOCOL_VERSION)} is "
+            "spoken, and restart what runs there",
             theirs=version,
             ours=PROTOCOL_VERSION,
         )
