@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from mmbroker.proto.keys import Key, as_key
 from mmbroker.proto.messages import Create, Created, Found, Item, Leased, Lookup
 from mmbroker.proto.messages import Hit as HitResult
 
-from . import cuda
+from . import cuda, spans
 from .belongings import Belongings
 from .find import find_instance
 from .handles import Held, Hit, Lease
@@ -143,8 +144,24 @@ class Client:
         if tier == "device":
             self._check_device(sources)
         deadline = self._deadline(timeout, f"the put of {len(sources)} feature(s)")
-        chosen = [source.digest() for source in sources] if keys is None else keys
-        items = [Item(as_key(k), source.form) for k, source in zip(chosen, sources, strict=True)]
+        nbytes = sum(source.form.nbytes for source in sources)
+        about = {"features": len(sources), "bytes": nbytes, "to": to, "client": self._link.name}
+        with spans.span("put", **about) as told:
+            with _timed(told, "digest_seconds"):
+                chosen = [source.digest() for source in sources] if keys is None else keys
+            items = [Item(as_key(k), source.form) for k, source in zip(chosen, sources, strict=True)]
+            return self._put_items(items, sources, to, tier, private, deadline, told)
+
+    def _put_items(
+        self,
+        items: list[Item],
+        sources: list[Source],
+        to: str | None,
+        tier: str,
+        private: bool,
+        deadline: Deadline,
+        told: dict[str, Any],
+    ) -> list[Held]:
         held: list[Held | None] = [None] * len(items)
         todo = list(range(len(items)))
         with self._undoing(held) as leases:
@@ -161,8 +178,9 @@ class Client:
                         leases.append(self._own.lease(connection, result, items[i]))
                     else:
                         pending.append(i)
-                for i, lease in zip(mine, leases, strict=True):
-                    lease.write(sources[i])
+                with _timed(told, "write_seconds"):
+                    for i, lease in zip(mine, leases, strict=True):
+                        lease.write(sources[i])
                 if mine:
                     # Before anything else is waited for: somebody may wait for us.
                     sealed = self._own.seal(leases, to, private, deadline.left("seal"))
@@ -261,7 +279,8 @@ class Client:
         if not keys:
             return []
         call = Lookup([as_key(key) for key in keys], to, private)
-        found, connection = self._own.ask(call, Found, timeout)
+        with spans.span("lookup", features=len(keys), to=to, client=self._link.name):
+            found, connection = self._own.ask(call, Found, timeout)
         held = [
             None if ref is None else self._own.hold(key, ref, connection)
             for key, ref in zip(call.keys, found.refs, strict=True)
@@ -336,3 +355,11 @@ class Client:
 
     def _deadline(self, timeout: float | None, what: str) -> Deadline:
         return Deadline(self._link.timeout if timeout is None else timeout, what)
+
+
+@contextmanager
+def _timed(told: dict[str, Any], name: str) -> Iterator[None]:
+    """Add the seconds that this takes."""
+    start = time.perf_counter()
+    yield
+    told[name] = told.get(name, 0.0) + time.perf_counter() - start

@@ -187,9 +187,9 @@ class Connection:
     def lost(self) -> bool:
         return self._lost
 
-    def encode(self, seq: int, timeout: float, body: Body) -> bytes:
+    def encode(self, seq: int, timeout: float, body: Body, trace: str = "") -> bytes:
         """A call as bytes; raises `InvalidMessage` for one that the broker would not read."""
-        data = messages.encode(Call(PROTOCOL_VERSION, self.boot, self.session, seq, timeout, body))
+        data = messages.encode(Call(PROTOCOL_VERSION, self.boot, self.session, seq, timeout, body, trace))
         if len(data) > MAX_MESSAGE:
             raise InvalidMessage(
                 f"a call of {len(data)} bytes exceeds the limit of {MAX_MESSAGE}: send fewer items at once",

@@ -143,21 +143,21 @@ class Limits:
     """Every limit of the broker, with its default. Bytes, seconds and counts."""
 
     host_bytes: int = 1 << 30
-    segment_bytes: int = 64 << 20
+    segment_bytes: int = 64 << 20  # of one segment, unless a single feature is larger
     watermark: float = 0.10  # share of the arena kept free of idle features
-    sessions: int = 64
+    sessions: int = 64  # clients at once
     features_per_session: int = 4096  # leases and holds of one session, and what it waits for
-    session_bytes: int = 0  # of one session's leases and holds; here and below, 0 is no limit of its own
+    session_bytes: int = 0  # leases and holds of one session, refused beyond
     client_budget_features: int = 0  # leases and holds of one session; it waits where it would have more
-    client_budget_bytes: int = 0  # likewise
+    client_budget_bytes: int = 0  # leases and holds of one session; it waits where it would have more
     features_per_engine: int = (
         65536  # in flight to one engine; who sends to it waits where it would have more
     )
-    engine_bytes: int = 0  # likewise, if that is less than its share of the arena
+    engine_bytes: int = 0  # in flight to one engine, if that is less than its share of the arena
     features_per_namespace: int = 1 << 18  # leases and holds of one namespace
-    namespace_bytes: int = 0  # of the host arena that one namespace uses, what is cached apart
+    namespace_bytes: int = 0  # of the host arena that one namespace has in use, beside its cache
     pending_per_session: int = 256  # calls of one session waiting for an answer
-    items_per_call: int = 1024
+    items_per_call: int = 1024  # features of one call
     single_flight: float = 0.25  # how long a content key's second writer waits for the first
     lagging_after: float = 2.0  # a rank that has not acknowledged for so long is lagging
     stuck_after: float = 2.0  # health is bad when work is pending and nothing has finished for so long
@@ -170,6 +170,6 @@ class Limits:
     device_segment_linger: float = 2.0  # how long an empty device segment is kept
     grow_retry: float = 1.0  # how long after a refused segment no other is asked for
     cached_features: int = 65536  # idle features that are remembered
-    parts_per_call: int = 8192  # parts of all features of one call together
-    answers_kept: int = 256  # of a session, for repeated calls
+    parts_per_call: int = 8192  # tensors of all features of one call together
+    answers_kept: int = 256  # answers of one session that a repeated call gets again
     max_timeout: float = 3600.0  # longest deadline a call may ask for

@@ -34,6 +34,7 @@ from mmbroker.proto.messages import (
     Reply,
 )
 
+from . import spans
 from .calls import Waiter, describe, undoing
 from .connection import Connection
 from .receiver import Receiver
@@ -98,7 +99,7 @@ class Link(Receiver):
         seq = next(self._numbers)
         waiter = self._waiting[seq] = Waiter()
         try:
-            connection.post(connection.encode(seq, timeout, body))
+            connection.post(connection.encode(seq, timeout, body, spans.context()))
             if connection.lost:  # perhaps after the receiver thread had failed all others
                 raise BrokerLost(f"the connection ended before {describe(body)}")
             if not self._wait(waiter, timeout + _ANSWER_GRACE) and self._waiting.pop(seq, None) is None:

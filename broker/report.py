@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from mmbroker.proto.tags import session_tag
 
+from .arena.allocator import shares
 from .health import health
+from .pool import Segment
 from .records import Engine, Feature, Request, Session
 
 if TYPE_CHECKING:
@@ -229,21 +233,36 @@ def _feature(broker: Broker, feature: Feature) -> dict[str, Any]:
     }
 
 
-def segments(broker: Broker, cells: int) -> list[dict[str, Any]]:
-    """All segments, each drawn as the occupancy of so many cells, in tenths: a digit each, ``a`` for full."""
-    return [
-        {
-            "segment": segment.number,
-            "tier": tier,
-            "namespace": segment.namespace,
-            "bytes": segment.allocator.nbytes,
-            "used": segment.allocator.used,
-            "slots": segment.allocator.slots,
-            "state": "growing" if not segment.ready else "retired" if segment.retired else "ready",
-            "cells": "".join(
-                "0123456789a"[-int(-share * 10)] for share in segment.allocator.occupancy(cells)
-            ),
-        }
-        for tier, pool in broker.books.pools.items()
-        for segment in pool.segments.values()
-    ]
+def segments(broker: Broker, cells: int, most: int) -> list[dict[str, Any]]:
+    """Segments, at most so many, each drawn as so many cells: what is in slots (`cells`), and what of it has to stay
+    (`held`: all but the cache). In tenths, rounded up: a digit each, ``a`` for full."""
+    found = [(tier, s) for tier, pool in broker.books.pools.items() for s in pool.segments.values()][:most]
+    idle: dict[int, list[tuple[int, int]]] = {segment.number: [] for _, segment in found}
+    for resting in broker.books.idle.values():
+        for entry in resting.values():
+            slot = entry.slot
+            if slot.segment in idle:
+                idle[slot.segment].append((slot.offset, slot.nbytes))
+    return [_drawn(tier, segment, idle[segment.number], cells) for tier, segment in found]
+
+
+def _drawn(tier: str, segment: Segment, idle: list[tuple[int, int]], cells: int) -> dict[str, Any]:
+    used = segment.allocator.occupancy(cells)
+    cached = shares(segment.allocator.nbytes, idle, cells)
+    return {
+        "segment": segment.number,
+        "tier": tier,
+        "namespace": segment.namespace,
+        "bytes": segment.allocator.nbytes,
+        "used": segment.allocator.used,
+        "slots": segment.allocator.slots,
+        "state": "growing" if not segment.ready else "retired" if segment.retired else "ready",
+        "cells": _tenths(used),
+        "held": _tenths(all_of - some for all_of, some in zip(used, cached, strict=True)),
+    }
+
+
+def _tenths(shown: Iterable[float]) -> str:
+    return "".join(
+        "0123456789a"[max(0, math.ceil(10 * share - 1e-6))] for share in shown
+    )  # that much is rounding

@@ -41,7 +41,7 @@ from mmbroker.proto.messages import (
 from mmbroker.proto.reference import BOOT_BYTES
 from mmbroker.proto.tags import boot_tag, session_tag
 
-from . import cuda, logs, report
+from . import cuda, logs, report, spans
 from .arena import memory, numa
 from .arena.device import DeviceSegment
 from .arena.host import HostSegment
@@ -143,6 +143,8 @@ class Server:
         _raise_descriptor_limit()
         self.vitals = Vitals(self.loop)
         stack.callback(self.vitals.close)
+        self.spans = spans.set_up(self._about, os.environ)
+        stack.callback(self.spans.close)
         self.memory_thread = ThreadPoolExecutor(1, "mmbroker-memory", self._near_the_gpu)
         stack.callback(self._free)
         self.lifelines = Lifelines(self.loop, instance.lifeline, self._uids.__contains__, self, self.vitals)
@@ -196,7 +198,7 @@ class Server:
         site = Site(
             self.loop,
             lambda: self._with_facts(self.broker.report(time.monotonic())),
-            lambda cells: report.segments(self.broker, cells),
+            lambda cells, most: report.segments(self.broker, cells, most),
             self.vitals.complain,
         )
         stack.callback(site.close)
@@ -269,6 +271,7 @@ class Server:
                 self.control.send(session, Answer(seq, Report(self._told(session, status))))
             case Respond(session, seq, body):
                 self._note(session, body)
+                self.spans.answered(session, seq, body)
                 self.control.send(session, Answer(seq, body))
             case Notify(session, notice):
                 self.control.send(session, notice)
@@ -352,6 +355,7 @@ class Server:
         self._say_session("left" if alive else "ended", session)
         del self.peers[session]
         self.control.forget(session)
+        self.spans.ended(session)
         self._doubtful.append(session)
         self.dispatch(SessionEnded(session, alive))
 
@@ -379,7 +383,10 @@ class Server:
             return
         if isinstance(call.body, Released):
             self._doubtful.append(call.body.session)
+        followed = self.spans.called(session, call)
         self.dispatch(Called(session, call.seq, call.timeout, call.body))
+        if followed:
+            self.spans.waits(session, call.seq, self.broker.waits_for(session, call.seq))
 
     def _operates(self, session: int) -> bool:
         """Is it the broker's own user, or root?"""

@@ -144,6 +144,14 @@ class Broker:
         """Is there anything left of a session, living or ended?"""
         return session in self.books.sessions
 
+    def waits_for(self, session: int, seq: int) -> str:
+        """What a call that was not answered yet waits for: a `Wait`, or ``ranks``; empty: it is not known."""
+        caller = self.books.sessions.get(session)
+        if caller is None:
+            return ""
+        request = caller.requests.get(seq)
+        return request.reason.value if request is not None else "ranks" if seq in caller.tickets else ""
+
     def report(self, now: float, features: int = 0) -> dict[str, Any]:
         """Everything an operator may ask, as msgpack-native values; `features` largest features are listed."""
         return report.make(self, now, features)

@@ -35,7 +35,7 @@ from mmbroker.proto.messages import (
 )
 from mmbroker.proto.reference import Reference
 
-from . import mapping
+from . import mapping, spans
 from .buffers import BufferPool
 from .entry import Entry, Key, Use
 from .gpu import Gpu
@@ -241,6 +241,10 @@ class FeatureTable:
             self._put_off += grants
             self.dismissed(dismissed)
             return
+        with spans.span("grant", engine=self.engine, rank=self.rank, features=len(grants)):
+            self._make_entries(grants, dismissed)
+
+    def _make_entries(self, grants: list[Grant], dismissed: Sequence[int]) -> None:
         started = time.perf_counter_ns()
         acked: list[int] = []
         failed: list[int] = []

@@ -186,4 +186,25 @@ def demo(keep: str | None) -> None:
     run(Path(keep) if keep else None)
 
 
-TOOLS: Final = (top, profile, doctor, bench, demo)
+# --- completion -----------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print what makes a shell complete this command.
+
+    \b
+      bash   eval "$(mmbroker completion bash)"           in ~/.bashrc
+      zsh    eval "$(mmbroker completion zsh)"            in ~/.zshrc
+      fish   mmbroker completion fish | source            in ~/.config/fish/config.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(ctx.find_root().command, {}, "mmbroker", "_MMBROKER_COMPLETE").source())
+
+
+TOOLS: Final = (top, profile, doctor, bench, demo, completion)

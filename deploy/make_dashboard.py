@@ -150,6 +150,29 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 "none",
                 [("sum by (reason) (mmbroker_waiting_calls)", "{{reason}}")],
             ),
+            (
+                "Pictures of a request, mean",
+                "none",
+                [
+                    (
+                        "sum(rate(mmbroker_engine_request_pictures_sum[1m])) "
+                        "/ sum(rate(mmbroker_engine_request_pictures_count[1m]))",
+                        "pictures",
+                    )
+                ],
+            ),
+            (
+                "Sizes of pictures, megapixels",
+                "none",
+                [
+                    (
+                        f"histogram_quantile({share}, "
+                        "sum by (le) (rate(mmbroker_engine_picture_megapixels_bucket[1m])))",
+                        name,
+                    )
+                    for share, name in ((0.5, "p50"), (0.99, "p99"))
+                ],
+            ),
         ],
     ),
     (

@@ -11,7 +11,7 @@ have passed since the broker read it; a repeat of an answered `seq` gets the sam
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -22,6 +22,8 @@ from .reference import BOOT_BYTES, PROTOCOL_VERSION, Reference
 
 #: Longest message on either channel, in bytes.
 MAX_MESSAGE: Final = 1 << 20
+#: Longest name of a caller's place in its trace, in characters.
+TRACE_LENGTH: Final = 64
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t"):
@@ -251,8 +253,8 @@ Body = (
 )  # fmt: skip
 
 
-class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Envelope of everything a client sends on control."""
+class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Envelope of everything a client sends on control. `trace`: W3C's traceparent, if the caller is traced."""
 
     v: int
     boot: bytes
@@ -260,6 +262,7 @@ class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seq: int
     timeout: float
     body: Body
+    trace: Annotated[str, msgspec.Meta(max_length=TRACE_LENGTH)] = ""
 
 
 # --- control: what the broker answers -------------------------------------------------------------------------------
@@ -434,8 +437,9 @@ def _refusal(data: bytes, error: Exception, what: str) -> Exception:
         version = -1
     if version not in (-1, PROTOCOL_VERSION):
         return VersionMismatch(
-            f"the peer speaks protocol version {version}, this side {PROTOCOL_VERSION}: "
-            "install the same mmbroker on both sides",
+            f"the two sides speak protocol versions {min(version, PROTOCOL_VERSION)} and "
+            f"{max(version, PROTOCOL_VERSION)}: upgrade mmbroker where version {min(version, PROTOCOL_VERSION)} is "
+            "spoken, and restart what runs there",
             theirs=version,
             ours=PROTOCOL_VERSION,
         )

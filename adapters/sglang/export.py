@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Final
 
-from . import measure
+from . import measure, pictures
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +42,24 @@ RANK_GAUGES: Final[Mapping[str, tuple[str, str]]] = {
     "entries": ("table_entries", "Features that this rank has at present."),
     "unsettled": ("table_unsettled", "Features whose request is over, and which something here still reads."),
 }
+#: Of a worker: what it counts, and the upper bounds of its buckets.
+WORKER_HISTOGRAMS: Final[Mapping[str, tuple[str, tuple[float, ...]]]] = {
+    "request_pictures": ("Pictures of a request that has any.", (1, 2, 4, 8, 16, 32, 64, 128)),
+    "picture_megapixels": (
+        "Their sizes as the model sees them, where the processor's layout is known.",
+        (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32),
+    ),
+    "picture_bytes": ("Sizes of their features.", tuple(float(4**power) for power in range(6, 15))),
+}
 #: Of the fallback counters, by reason.
 FALLBACKS: Final = "worker_fallbacks"
+_FALLBACKS_HELP: Final = "Features that went SGLang's own way."
 
 _PREFIX: Final = "mmbroker_engine_"
 NAMES: Final = (
     *(f"{_PREFIX}{name}_total" for name in (*RANK, *WORKER, FALLBACKS)),
     *(f"{_PREFIX}{name}" for name in RANK_GAUGES),
+    *(f"{_PREFIX}{name}_{end}" for name in WORKER_HISTOGRAMS for end in ("bucket", "sum", "count")),
 )
 
 
@@ -67,6 +78,14 @@ def _gauge(name: str, text: str, labels: tuple[str, ...]) -> Any:
     return Gauge(_PREFIX + name, text, labels, multiprocess_mode="mostrecent")
 
 
+@cache
+def _histogram(name: str, labels: tuple[str, ...]) -> Any:
+    from prometheus_client import Histogram
+
+    text, bounds = WORKER_HISTOGRAMS[name]
+    return Histogram(_PREFIX + name, text, labels, buckets=bounds)
+
+
 class Export:
     """Metrics of one process, brought up to date from its counters by `update`. `rank` None: a worker's."""
 
@@ -79,9 +98,11 @@ class Export:
             for name, (counter, text, scale) in (WORKER if rank is None else RANK).items()
         }
         if rank is None:
-            fallbacks = _counter(FALLBACKS, "Features that went SGLang's own way.", (*names, "reason"))
+            fallbacks = _counter(FALLBACKS, _FALLBACKS_HELP, (*names, "reason"))
             for reason in measure.REASONS:
                 self._counters[f"fallback_{reason}"] = fallbacks.labels(**labels, reason=reason), 1
+            self._seen = pictures.watch()
+            self._sizes = {name: _histogram(name, names).labels(**labels) for name in WORKER_HISTOGRAMS}
         self._gauges = {
             counter: _gauge(name, text, names).labels(**labels)
             for name, (counter, text) in ({} if rank is None else RANK_GAUGES).items()
@@ -97,6 +118,16 @@ class Export:
         for name, gauge in self._gauges.items():
             gauge.set(counts.get(name, 0))
 
+    def update_pictures(self) -> None:
+        """Of a worker: what it has seen since the last time."""
+        while self._seen:
+            request = self._seen.popleft()
+            self._sizes["request_pictures"].observe(len(request))
+            for picture in request:
+                self._sizes["picture_bytes"].observe(picture.nbytes)
+                if picture.pixels is not None:
+                    self._sizes["picture_megapixels"].observe(picture.pixels / 1e6)
+
 
 def start(
     server_args: Any, engine: str, rank: int | None, table: Callable[[], Mapping[str, int]] = dict
@@ -111,6 +142,8 @@ def start(
             export = Export(engine, rank)
             while True:
                 export.update({**measure.counters.read(), **{f"table_{n}": v for n, v in table().items()}})
+                if rank is None:
+                    export.update_pictures()
                 pause.wait(INTERVAL)
         except Exception:  # metrics are no reason to end an engine
             logger.exception("mmbroker: counters are no longer exported")
@@ -118,3 +151,14 @@ def start(
     thread = threading.Thread(target=run, name="mmbroker-metrics", daemon=True)
     thread.start()
     return thread
+
+
+def reference() -> str:
+    """The table of these in `docs/metrics.md`."""
+    rows = [(f"{name}_total", "counter", "engine, rank", text) for name, (_, text, _) in RANK.items()]
+    rows += [(name, "gauge", "engine, rank", text) for name, (_, text) in RANK_GAUGES.items()]
+    rows += [(f"{name}_total", "counter", "engine", text) for name, (_, text, _) in WORKER.items()]
+    rows += [(f"{FALLBACKS}_total", "counter", "engine, reason", _FALLBACKS_HELP)]
+    rows += [(name, "histogram", "engine", text) for name, (text, _) in WORKER_HISTOGRAMS.items()]
+    lines = ["| metric | kind | labels | what |", "| --- | --- | --- | --- |"]
+    return "\n".join(lines + [f"| `{_PREFIX}{name}` | {' | '.join(rest)} |" for name, *rest in rows])

@@ -11,6 +11,7 @@ the request goes SGLang's own way within a second.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import os
 import time
@@ -24,7 +25,7 @@ from mmbroker.proto.dtypes import ITEMSIZE
 from mmbroker.proto.errors import BrokerError, DeadlineExceeded, FeatureError, PoolFull
 from mmbroker.proto.reference import is_reference
 
-from . import holding, measure, packing, settings
+from . import holding, measure, packing, pictures, settings
 from .fallbacks import Fallbacks, reason_of
 from .joining import Joining
 from .packing import Place
@@ -82,6 +83,7 @@ class Producer:
         ):
             return tokenized  # no media, or not as a processor puts it out
         try:
+            pictures.look(output)
             private = getattr(tokenized, "session_params", None) is not None
             await self._carry(output, private, mine)
         except Exception as error:
@@ -129,7 +131,7 @@ class Producer:
             return
         start = time.perf_counter_ns()
         put = _Put(client, self._settings, found, private)
-        done = self._pool.submit(put.run)
+        done = self._pool.submit(contextvars.copy_context().run, put.run)  # whose trace it belongs to
         helds = await self._result(done, client)
         if helds is None:
             self._fallbacks.count("unresponsive", len(found), "the broker has stopped answering")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 PAGE = 4096
 
@@ -10,6 +11,17 @@ PAGE = 4096
 def round_up(nbytes: int) -> int:
     """Whole pages that hold `nbytes`."""
     return -(-nbytes // PAGE) * PAGE
+
+
+def shares(nbytes: int, pieces: Iterable[tuple[int, int]], cells: int) -> list[float]:
+    """What pieces (offset and size, none over another) cover of each of so many equal stretches of `nbytes`."""
+    width = nbytes / cells
+    covered = [0.0] * cells
+    for offset, size in pieces:
+        end = offset + size
+        for cell in range(int(offset / width), min(cells, int(-(-end // width)))):
+            covered[cell] += min(end, (cell + 1) * width) - max(offset, cell * width)
+    return [min(1.0, size / width) for size in covered]
 
 
 class Allocator:
@@ -70,13 +82,7 @@ class Allocator:
 
     def occupancy(self, cells: int) -> list[float]:
         """The share in use of each of so many equal stretches, in order: a picture of the segment."""
-        width = self.nbytes / cells
-        free = [0.0] * cells
-        for offset in self._offsets:
-            end = offset + self._runs[offset]
-            for cell in range(int(offset / width), min(cells, int(-(-end // width)))):
-                free[cell] += min(end, (cell + 1) * width) - max(offset, cell * width)
-        return [min(1.0, max(0.0, 1 - nbytes / width)) for nbytes in free]
+        return [max(0.0, 1 - share) for share in shares(self.nbytes, self._runs.items(), cells)]
 
     def check(self) -> None:
         """Raise AssertionError unless slots and free runs tile the segment without overlap or neighbouring runs."""

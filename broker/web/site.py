@@ -41,7 +41,7 @@ class Site:
         self,
         loop: asyncio.AbstractEventLoop,
         report: Callable[[], dict[str, Any]],
-        segments: Callable[[int], list[dict[str, Any]]],
+        segments: Callable[[int, int], list[dict[str, Any]]],
         complain: Callable[[str, str], None],
     ) -> None:
         self._loop = loop
@@ -112,7 +112,7 @@ class Site:
     def _now(self, report: dict[str, Any], view: dict[str, Any]) -> dict[str, Any]:
         return {
             **view,
-            "segments": self._segments(_CELLS)[:_SEGMENTS],
+            "segments": self._segments(_CELLS, _SEGMENTS),
             "segment_count": sum(arena["segments"] for arena in report["arenas"]),
         }
 

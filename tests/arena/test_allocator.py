@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmbroker.arena.allocator import PAGE, Allocator, round_up
+from mmbroker.arena.allocator import PAGE, Allocator, round_up, shares
 
 PAGES = 32
 
@@ -136,3 +136,4 @@ def test_where_in_the_segment() -> None:
     allocator.free(offsets[1])
     assert allocator.occupancy(4) == [1.0, 0.0, 1.0, 0.0]
     assert allocator.occupancy(2) == [0.5, 0.5]
+    assert shares(4 * PAGE, [(PAGE, 2 * PAGE)], 4) == [0.0, 1.0, 1.0, 0.0]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mmbroker
+from mmbroker import connection
 from mmbroker.link import Link
 from mmbroker.proto import messages as m
 from mmbroker.proto.errors import (
@@ -27,9 +28,9 @@ from mmbroker.proto.errors import (
     QuotaExceeded,
     VersionMismatch,
 )
-from mmbroker.proto.reference import Reference
+from mmbroker.proto.reference import PROTOCOL_VERSION, Reference
 from tests.client.peer import Handler, Peer
-from tests.kit import Leaks, eventually
+from tests.kit import BrokerProcess, Leaks, eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -458,3 +459,23 @@ def test_a_broker_that_goes_between_the_two_handshakes(peer: Callable[..., Peer]
     thread.join(20)
     assert clients and one.sessions == 2
     clients[0].close()
+
+
+@pytest.mark.parametrize("apart", [-1, 1])
+def test_a_client_one_version_older_or_newer_is_refused_by_name(
+    broker: BrokerProcess, monkeypatch: pytest.MonkeyPatch, apart: int
+) -> None:
+    """It is told at once, with both versions and what to upgrade; and others are served."""
+    other = PROTOCOL_VERSION + apart
+    older, newer = sorted((other, PROTOCOL_VERSION))
+    with monkeypatch.context() as changed:
+        changed.setattr(connection, "PROTOCOL_VERSION", other)
+        with pytest.raises(VersionMismatch) as caught:
+            mmbroker.connect(broker.directory)
+    assert f"protocol versions {older} and {newer}: upgrade mmbroker where version {older} is" in str(
+        caught.value
+    )
+    assert caught.value.figures == {"theirs": other, "ours": PROTOCOL_VERSION}
+    with mmbroker.connect(broker.directory) as client:
+        assert client.connected
+    assert broker.status()["daemon"]["counters"]["peers_refused"] == 1

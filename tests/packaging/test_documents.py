@@ -15,7 +15,6 @@ import click
 import pytest
 
 from mmbroker.cli import main
-from mmbroker.config import Settings
 from tests.kit import BrokerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,28 +118,33 @@ def test_references_are_the_codes() -> None:
     assert page == maker["with_metrics"](page)
 
 
-def test_the_service_starts_with_commands_and_settings_that_exist() -> None:
-    unit = (ROOT / "deploy" / "mmbroker.service").read_text()
-    (line,) = re.findall(r"^ExecStart=\S*mmbroker (.*)$", unit, re.MULTILINE)
-    verb, *arguments = shlex.split(line)
-    main.commands[verb].make_context(verb, arguments)
-    (variables,) = re.findall(r"^Environment=(.*)$", unit, re.MULTILINE)
-    environ = dict(pair.split("=") for pair in variables.split())
-    settings = Settings.resolve({"host_mib": 1}, environ)
-    assert settings.log_format == "json" and str(settings.path) == "/run/mmbroker/cpu"
-    image = (ROOT / "deploy" / "Dockerfile").read_text()
-    for words in re.findall(r"^(?:CMD|HEALTHCHECK CMD) \[(.*)\]$", image, re.MULTILINE):
-        verb, *arguments = [word.strip('" ') for word in words.removeprefix('"mmbroker", ').split(",")]
-        main.commands[verb].make_context(verb, arguments)
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(shell: str) -> None:
+    """What the shell is told calls this program, in the way that the program then understands."""
+    mmbroker = Path(sys.executable).with_name("mmbroker")
+    script = subprocess.run(
+        [mmbroker, "completion", shell], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "mmbroker" in script.stdout and f"_MMBROKER_COMPLETE={shell}_complete" in script.stdout
+    words = {"COMP_WORDS": "mmbroker dr", "COMP_CWORD": "dr" if shell == "fish" else "1"}
     done = subprocess.run(
-        [Path(sys.executable).with_name("mmbroker")],
-        env={**os.environ, "_MMBROKER_COMPLETE": f"{shell}_source"},
+        [mmbroker],
+        env={**os.environ, "_MMBROKER_COMPLETE": f"{shell}_complete", **words},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0 and "mmbroker" in done.stdout
+    assert done.returncode == 0 and "drain" in done.stdout and "start" not in done.stdout
+
+
+def test_bash_completes() -> None:
+    """In a real one."""
+    program = (
+        'eval "$(mmbroker completion bash)"; COMP_WORDS=(mmbroker start --host); COMP_CWORD=2; '
+        "_mmbroker_completion mmbroker; echo ${COMPREPLY[@]}"
+    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", program], env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout.split(), done.stderr) == (["--host-mib"], "")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmbroker.adapters.sglang import fallbacks, holding, measure, packing, settings, uses
+from mmbroker.adapters.sglang import export, fallbacks, holding, measure, packing, pictures, settings, uses
 from mmbroker.proto import errors
 
 from . import kit
@@ -337,3 +337,55 @@ def test_uses_end_once_and_stay_in_their_process() -> None:
     uses.release(twin)
     # Where items are dataclasses a copy shares the uses, and a use's release is idempotent.
     assert use.releases == (1 if kit.NEWEST else 2)
+
+
+# --- sizes of pictures ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("feature", "grid", "expected"),
+    [
+        # Qwen2.5-VL: patches of 14 x 14 pixels, 3 channels, 2 frames: 28 x 42 pixels, and another of 14 x 14.
+        (torch.zeros(7, 1176), [[1, 2, 3], [1, 1, 1]], [(28 * 42, 6 * 4704), (196, 4704)]),
+        (torch.zeros(6, 1536), [[1, 2, 3]], [(6 * 256, 6 * 6144)]),  # Qwen3-VL: 16 x 16
+        (torch.zeros(4, 588), [1, 2, 2], [(4 * 196, 4 * 2352)]),  # one frame
+        (torch.zeros(4, 100), [[1, 2, 2]], [(None, 1600)]),
+        (torch.zeros(2, 3, 8, 10), None, [(160, 1920)]),  # two tiles of one picture
+        ([torch.zeros(3, 8, 10), torch.zeros(3, 4, 4)], None, [(80, 1152)]),
+        (torch.zeros(5, 5), None, [(None, 100)]),
+        ({**REFERENCE, "shape": [3, 8, 10], "nbytes": 960}, None, [(80, 960)]),
+        (None, None, [(None, 0)]),
+    ],
+)
+def test_sizes_of_pictures(feature: Any, grid: Any, expected: list[tuple[int | None, int]]) -> None:
+    data = {} if grid is None else {"image_grid_thw": torch.tensor(grid)}
+    item = SimpleNamespace(modality=SimpleNamespace(name="IMAGE"), feature=feature, model_specific_data=data)
+    assert list(pictures._pictures(item)) == expected
+    item.modality.name = "AUDIO"
+    assert list(pictures._pictures(item)) == []
+
+
+def test_what_was_seen_is_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And costs nothing, and keeps nothing, where nobody exports it."""
+    from prometheus_client import REGISTRY
+
+    monkeypatch.setattr(pictures, "seen", None)
+    pictures.look(SimpleNamespace(mm_items=None))
+    worker = export.Export("sizes", None)
+    several = output()
+    for item in several.mm_items:
+        item.feature = torch.zeros(4, 1176)
+    pictures.look(several)
+    pictures.look(SimpleNamespace(mm_items=[]))
+    worker.update_pictures()
+    worker.update_pictures()
+
+    def value(name: str) -> float | None:
+        return REGISTRY.get_sample_value(f"mmbroker_engine_{name}", {"engine": "sizes"})
+
+    assert (value("request_pictures_count"), value("request_pictures_sum")) == (1, 2)
+    assert (value("picture_megapixels_count"), value("picture_bytes_sum")) == (2, 2 * 4 * 4704)
+    assert value("picture_megapixels_sum") == pytest.approx(2 * 4 * 196 / 1e6)
+    for _ in range(2 * pictures._KEPT):
+        pictures.look(several)
+    assert pictures.seen is not None and len(pictures.seen) == pictures._KEPT

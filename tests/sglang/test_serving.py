@@ -153,7 +153,11 @@ def test_aborted_requests_end_their_holds(scene: kit.Scene, served: dict[str, An
 def test_sglangs_own_metrics_have_the_engines_side(scene: kit.Scene, served: dict[str, Any]) -> None:
     """Of all processes, brought up to date once a second."""
     ranks = {"mmbroker_engine_takes_total": kit.PICTURES, "mmbroker_engine_requests_total": kit.REQUESTS}
-    workers = {"mmbroker_engine_put_features_total": kit.PICTURES}
+    workers = {
+        "mmbroker_engine_put_features_total": kit.PICTURES,
+        "mmbroker_engine_request_pictures_sum": kit.PICTURES,
+        "mmbroker_engine_picture_megapixels_count": kit.PICTURES,
+    }
 
     def there() -> bool:
         found = kit.metrics(scene.engine)

@@ -69,6 +69,8 @@ MOVES = {
     "nonsense": 1,
     "repeat": 1,
     "status": 1,
+    "evict": 1,
+    "drain": 1,
     "detach": 1,
     "producer_ends": 1,
     "rank_ends": 2,
@@ -291,10 +293,38 @@ class Life(RuleBasedStateMachine):
                 draw(st.sampled_from(self.producers)).ask(m.Status(features=3)), m.Report | m.Failed
             )
 
+    def operator(self) -> Peer:
+        return self.shell.client("operator", "op")
+
+    def evict(self, draw: Draw) -> None:
+        """What is held stays, and the books say how much went."""
+        operator, before = self.operator(), self.shell.report()
+        answer = operator.ask(m.Evict(draw(st.sampled_from([1, 2, 100])), draw(st.sampled_from([None, "a"]))))
+        assert isinstance(answer, m.Evicted)
+        after = self.shell.report()
+        # Room that came free may have been given away at once, so the books are only compared where nobody waits.
+        if not before["waiting_count"]:
+            assert before["features_idle"] - after["features_idle"] == answer.features
+            assert before["pool"]["held"] == after["pool"]["held"]
+            assert before["holds"] == after["holds"]
+        operator.end()
+
+    def drain(self, draw: Draw) -> None:
+        """Begun, or undone. Meanwhile nothing new is given."""
+        operator = self.operator()
+        assert operator.ask(m.Drain(not self.shell.report()["draining"])) == m.Done()
+        operator.end()
+
+    def undrain(self) -> None:
+        if self.shell.report()["draining"]:
+            self.drain(lambda _: None)
+
     # --- time, memory, ends ---
 
     def time_passes(self, draw: Draw) -> None:
+        """Nobody drains for long."""
         self.shell.advance(draw(SECONDS))
+        self.undrain()
 
     def segment(self, draw: Draw) -> None:
         if self.shell.growing:
@@ -338,6 +368,7 @@ class Life(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "shell"):
+            self.undrain()
             self.nobody_waits_where_nothing_is_held()
             self.nothing_is_left()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmbroker.proto import messages as m
+from mmbroker.report import segments
 
 from .shell import PAGE, Shell, item, key
 
@@ -99,3 +100,18 @@ def test_room_that_is_evicted_goes_to_who_waits() -> None:
     assert evict(shell)[0] == 2
     shell.advance(11.0)
     assert shell.report()["pool"]["capacity"] == 0
+
+
+def test_a_segments_picture_tells_the_cache_from_what_is_held() -> None:
+    """Halves of cells count as used: a picture must not show memory as free that is not."""
+    shell = Shell(segment=8)
+    peer = shell.client()
+    peer.put(item("held", 2))
+    (cached,) = peer.put(item("cached", 3))
+    peer.drop(cached)
+    peer.lease(item("leased", 0.5))
+    (drawn,) = segments(shell.broker, 8, 5)
+    assert (drawn["cells"], drawn["held"]) == ("aaaaaa00", "aa000a00")
+    (drawn,) = segments(shell.broker, 4, 5)
+    assert (drawn["cells"], drawn["held"]) == ("aaa0", "a050")
+    assert segments(shell.broker, 4, 0) == []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mmbroker.adapters.sglang import export
 from mmbroker.metrics import (
     CALLS,
     EVICTIONS,
@@ -201,6 +202,11 @@ def test_every_metric_is_documented_and_no_other() -> None:
     rows = re.findall(
         r"^\| `(mmbroker_\w+)` \| (\w+) \| ([^|]*) \| (.*) \|$", REFERENCE.read_text(), re.MULTILINE
     )
+    engines = [row for row in rows if row[0].startswith("mmbroker_engine_")]
+    ends = {"histogram": ("_bucket", "_sum", "_count")}
+    samples = {name + end for name, kind, _, _ in engines for end in ends.get(kind, ("",))}
+    assert samples == set(export.NAMES)
+    rows = rows[len(engines) :]
     assert [row[0] for row in rows] == [
         metric.name + ("_total" if metric.kind == "counter" else "") for metric in METRICS
     ]
@@ -231,9 +237,7 @@ def test_the_dashboard_asks_for_what_there_is() -> None:
             metric.kind, ("",)
         )
     }
-    from mmbroker.adapters.sglang.export import NAMES
-
-    here |= set(NAMES)
+    here |= set(export.NAMES)
     labels = {label for metric in METRICS for label in metric.labels} | {"le", "engine", "rank", "gpu"}
     for expression in asked:
         assert expression.count("(") == expression.count(")")

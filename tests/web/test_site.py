@@ -28,7 +28,9 @@ class World:
         self.broken = False
         self.complaints: list[tuple[str, str]] = []
         self.loop = asyncio.new_event_loop()
-        self.site = Site(self.loop, self.report, lambda cells: [], lambda *what: self.complaints.append(what))
+        self.site = Site(
+            self.loop, self.report, lambda cells, most: [], lambda *what: self.complaints.append(what)
+        )
 
     def report(self) -> dict[str, Any]:
         if self.broken:
