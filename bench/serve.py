@@ -23,11 +23,8 @@ from pathlib import Path
 if not __package__:  # run as a script: the package is this directory
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.processes import Workshop
-from bench.serving import loads, tables
-from bench.serving.campaign import Campaign, Plan
-from bench.serving.compare import compare, differences
-from bench.serving.servers import TRANSPORTS, Maker
+# Everything else is imported where it is used: the processes that only send import this file again, and shall not
+# wait for torch.
 
 
 def main() -> int:
@@ -40,6 +37,9 @@ def main() -> int:
 
 
 def _compare(words: list[str]) -> int:
+    from bench.serving import tables
+    from bench.serving.compare import compare, differences
+
     parser = argparse.ArgumentParser(prog="serve compare", description="Exit code 1 if anything got worse.")
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
@@ -52,6 +52,8 @@ def _compare(words: list[str]) -> int:
 
 
 def _show(words: list[str]) -> int:
+    from bench.serving import tables
+
     parser = argparse.ArgumentParser(prog="serve show")
     parser.add_argument("result", type=Path)
     parser.add_argument("--plots", type=Path, metavar="DIRECTORY", help="draw them there (matplotlib)")
@@ -67,6 +69,11 @@ def _show(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> int:
+    from bench.processes import Workshop
+    from bench.serving import loads, tables
+    from bench.serving.campaign import Campaign, Plan
+    from bench.serving.servers import TRANSPORTS, Maker
+
     parser = argparse.ArgumentParser(
         prog="serve", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -158,6 +165,8 @@ def _run(words: list[str]) -> int:
 
 
 def _default(gpu: str, url: str | None) -> list[str]:
+    from bench.serving import loads
+
     return list(loads.DEFAULT) if gpu or url else [loads.SMOKE.name]
 
 

@@ -161,14 +161,13 @@ def record(pid: int, seconds: float, rate: int) -> Profile:
 def _py_spy() -> str:
     try:
         for file in metadata.distribution("py-spy").files or ():
-            if file.name == "py-spy":
-                return str(Path(str(file.locate())).resolve())
+            # Where it was installed into a directory (`pip install --target`), its own list of files is wrong.
+            if file.name == "py-spy" and (found := Path(str(file.locate())).resolve()).exists():
+                return str(found)
     except metadata.PackageNotFoundError:
         pass
-    if found := shutil.which("py-spy", path=None) or shutil.which(
-        "py-spy", path=str(Path(sys.executable).parent)
-    ):
-        return found
+    if elsewhere := shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent)):
+        return elsewhere
     raise BrokerError("py-spy is not installed here: pip install 'mmbroker[profile]'")
 
 

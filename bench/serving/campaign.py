@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,8 +27,9 @@ RESULT: Final = "serve.json"
 MORE: Final = 3
 #: Seconds that a server may take to be ready.
 START: Final = 240.0
-#: A load is not begun if less is left, in seconds.
+#: A load is not begun if less is left, in seconds; nor a server.
 LEAST: Final = 12.0
+LEAST_FOR_A_SERVER: Final = 75.0
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,6 @@ class Campaign:
 
     def serve(self, maker: Maker) -> None:
         """All loads on every transport. A server that does not start is left out, and why is told."""
-        from mmbroker.proto.errors import BrokerError
-
         self.found["gpu"] = maker.gpu
         for transport in self.plan.transports:
             wanted = [load for load in self.plan.loads if (transport, load.name) not in self.plan.skip]
@@ -90,7 +90,7 @@ class Campaign:
             if not missing:
                 self.say(f"{transport}: everything is there already")
                 continue
-            if self.left() < LEAST:
+            if self.left() < LEAST_FOR_A_SERVER:
                 self._leave_out(transport, missing, "the time was over")
                 continue
             self.say(f"{transport}: starting")
@@ -102,9 +102,10 @@ class Campaign:
                     self.say(f"{transport}: ready after {seconds:.0f} s")
                     self.found["servers"][transport] = {"ready_s": seconds}
                     self._load(transport, server, missing, maker.gpu)
-            except (BrokerError, RuntimeError) as error:
-                self.say(f"{transport}: {str(error)[-1500:]}")
-                self._leave_out(transport, missing, str(error)[:500])
+            except Exception as error:  # the other servers are still worth their figures
+                traceback.print_exc()
+                missing = [(load, turn) for load, turn in missing if turn in self._turns(load, transport)]
+                self._leave_out(transport, missing, f"{type(error).__name__}: {str(error)[-1500:]}")
             self.write()
 
     def ask(self, url: str, model: str, name: str) -> None:
@@ -169,7 +170,7 @@ class Campaign:
         if sent.cut:
             watch.__exit__(None, None, None)
             run["queue_ms"] = run["loop_ms"] = None
-        inside.idle(server.url, min(30.0, max(1.0, self.left() - 5)))
+        run["settled"] = inside.settle(server.url, server.model, min(30.0, max(1.0, self.left() - 5)))
         run["figures"] = figures.summary(sent)
         run["watch"] = watch.found
         run["texts"] = [answer.text for answer in sent.answers] if load.keep_texts else None

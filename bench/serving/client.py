@@ -8,9 +8,11 @@ answered, and for as long as somebody wants to look at it then (`linger`).
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import io
 import json
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -95,11 +97,30 @@ async def ask(session: Any, url: str, number: int, data: bytes, began: float, ke
     return Answer(number, sent - began, first - began, end - began, gaps, tokens, "".join(texts), error)
 
 
-def _serve(link: Connection, path: str, url: str, slots: int, shared: Any, measured: int, keep: bool) -> None:
+class _Count:
+    """How many requests were begun, by all senders together: a number in a file, and a lock on it."""
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "r+b", buffering=0)
+
+    def next(self) -> int:
+        """The number of the next request."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        number = int.from_bytes(os.pread(self._file.fileno(), 8, 0), "little")
+        os.pwrite(self._file.fileno(), (number + 1).to_bytes(8, "little"), 0)
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        return number
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _serve(link: Connection, path: str, url: str, slots: int, shared: str, measured: int, keep: bool) -> None:
     """A sender's life: ready, go, answers as they come, and until it is told that it is enough."""
     import aiohttp
 
     count, read = bodies.read(Path(path))
+    begun = _Count(shared)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -112,12 +133,7 @@ def _serve(link: Connection, path: str, url: str, slots: int, shared: Any, measu
                 return
 
             async def slot() -> None:
-                while True:
-                    with shared.get_lock():
-                        number = shared.value
-                        shared.value += 1
-                    if number >= count:
-                        return
+                while (number := begun.next()) < count:
                     answer = await ask(session, url, number, read(number), began, keep and number < measured)
                     link.send(answer)
 
@@ -132,6 +148,7 @@ def _serve(link: Connection, path: str, url: str, slots: int, shared: Any, measu
             await enough
 
     asyncio.run(main())
+    begun.close()
 
 
 def send(
@@ -149,7 +166,8 @@ def send(
     `linger` is called then, while requests go on; what is still in flight after it is given up.
     """
     context = multiprocessing.get_context("spawn")
-    shared = context.Value("q", 0)
+    shared = path.with_suffix(".begun")
+    shared.write_bytes(bytes(8))
     links: list[Connection] = []
     processes = []
     senders = min(senders, concurrency)
@@ -158,7 +176,7 @@ def send(
             link, theirs = context.Pipe()
             slots = concurrency // senders + (index < concurrency % senders)
             process = context.Process(
-                target=_serve, args=(theirs, str(path), url, slots, shared, measured, keep), daemon=True
+                target=_serve, args=(theirs, str(path), url, slots, str(shared), measured, keep), daemon=True
             )
             process.start()
             theirs.close()
@@ -203,10 +221,11 @@ class _Inbox:
         self._ends: list[float] = []
 
     def read(self, timeout: float) -> None:
-        """What has come, or comes within `timeout` seconds."""
+        """What has come, or comes within `timeout` seconds or one."""
+        timeout = min(max(0.0, timeout), 1.0)  # the limit may be infinite
         if not self.open:
-            time.sleep(max(0.0, timeout))
-        for link in connection.wait(self.open, max(0.0, timeout)):
+            time.sleep(timeout)
+        for link in connection.wait(self.open, timeout):
             assert isinstance(link, Connection)
             try:
                 answer = link.recv()

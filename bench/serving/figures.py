@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 from bench.stats import percentile
@@ -56,9 +57,11 @@ def summary(sent: Sent, draws: int = DRAWS) -> dict[str, Any]:
         return found
     # In steady state: until so many answers were there, whoever's they were.
     ends = sent.ends[: len(good)]
-    gaps = [b - a for a, b in zip([0.0, *ends], ends, strict=False)]
+    gaps = [
+        b - a for a, b in pairwise(ends)
+    ]  # the first answer's time is no chance: that is the pipeline's length
     chance = random.Random(len(gaps))
-    rates = sorted(len(gaps) / max(1e-9, sum(_blocks(gaps, chance))) for _ in range(draws))
+    rates = sorted(len(ends) / (ends[0] + sum(_blocks(gaps, chance))) for _ in range(draws))
     found["requests_per_second"] = _figure(len(ends) / ends[-1], rates, 3)
     # One draw of requests serves all of their figures; gaps are drawn with their requests.
     everything = samples(good)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ RATE: Final = 100
 #: CPU after the encoder, and this project's own look-ups. `mmbroker.profiling.RULES` lists the functions by name.
 TRANSPORT: Final = (*profiling.SAVED, "broker")
 
+#: A server that answers one word within so many seconds, so many times in a row, is idle.
+PROMPT: Final = (0.25, 3)
 #: The most frequent stacks that are kept.
 STACKS: Final = 300
 
@@ -98,7 +101,7 @@ def turns(before: Sequence[int], after: Sequence[int]) -> dict[str, float] | Non
 
 
 def profile(pid: int, seconds: float) -> tuple[dict[str, Any], list[str]]:
-    """What the scheduler's thread was doing, in shares of its time, and stacks; `left_out` says why there is nothing."""
+    """What the scheduler's thread was doing, in shares of its time, and stacks; `left_out` says why it is unknown."""
     try:
         process = profiling.schedulers(pid)[0]
         seen = profiling.record(process.pid, seconds, RATE)
@@ -117,27 +120,22 @@ def profile(pid: int, seconds: float) -> tuple[dict[str, Any], list[str]]:
     return found, [f"{';'.join(stack)} {count}" for stack, count in seen.stacks.most_common(STACKS)]
 
 
-def idle(url: str, patience: float) -> bool:
-    """Wait until a server that was left with requests works on none of them; False: it still does."""
-    from prometheus_client.parser import text_string_to_metric_families
+def settle(url: str, model: str, patience: float) -> bool:
+    """Wait until a server has nothing left of what it was asked before; False: it still has.
 
-    names = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
-    deadline = time.monotonic() + patience
-    quiet = 0
-    while time.monotonic() < deadline:
+    Its own gauges are of no use here: it writes them only while it works. A request of one word waits behind all
+    others; when some in a row do not wait, there are no others.
+    """
+    messages = [{"role": "user", "content": "a"}]
+    body = json.dumps({"model": model, "max_tokens": 1, "messages": messages}).encode()
+    headers = {"Content-Type": "application/json"}
+    deadline, in_a_row = time.monotonic() + patience, 0
+    while (left := deadline - time.monotonic()) > 0 and in_a_row < PROMPT[1]:
+        request = urllib.request.Request(f"{url}/v1/chat/completions", body, headers)
+        started = time.monotonic()
         try:
-            with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-                text = answer.read().decode()
+            urllib.request.urlopen(request, timeout=max(1.0, left)).close()
         except OSError:
-            return True
-        busy = sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name in names
-        )
-        quiet = 0 if busy else quiet + 1
-        if quiet >= 3:
-            return True
-        time.sleep(0.3)
-    return False
+            return False
+        in_a_row = in_a_row + 1 if time.monotonic() - started < PROMPT[0] else 0
+    return in_a_row == PROMPT[1]

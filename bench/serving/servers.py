@@ -95,12 +95,15 @@ class Maker:
                 base=base,
                 surroundings=surroundings,
             )
-            stack.callback(self._keep_log, engine.log, transport)
+            logs = [engine.log] + ([Path(f"{broker.path}.log")] if broker is not None else [])
+            stack.callback(self._keep_logs, logs, transport)
             stack.callback(engine.stop)
             engine.wait_ready(patience)
             yield Running(f"http://127.0.0.1:{engine.port}", str(self.model), engine, broker, loops)
 
-    def _keep_log(self, log: Path, transport: str) -> None:
+    def _keep_logs(self, logs: list[Path], transport: str) -> None:
+        """Their ends, as one file."""
         if self.logs is not None:
             self.logs.mkdir(parents=True, exist_ok=True)
-            (self.logs / f"{transport}.log").write_bytes(log.read_bytes()[-(2 << 20) :])
+            ends = [log.read_bytes()[-(1 << 20) :] for log in logs if log.exists()]
+            (self.logs / f"{transport}.log").write_bytes(b"\n---\n".join(ends))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -13,9 +13,11 @@ from mmbroker.screen import table
 
 from .compare import Change
 
+WIDTH: Final = 110
+
 
 def console() -> Console:
-    return Console(width=110, highlight=False, emoji=False)
+    return Console(width=WIDTH, highlight=False, emoji=False)
 
 
 def show(found: Mapping[str, Any], out: Console | None = None) -> None:
@@ -73,25 +75,33 @@ def _times(run: Mapping[str, Any]) -> list[str]:
 
 def costs(found: Mapping[str, Any]) -> Iterator[Table]:
     """What the processes did meanwhile."""
-    made = table(
-        "Inside: queue and loop in ms, shares of the scheduler's thread, GPU memory in MiB, processor in cores",
-        "load", "transport", ">queue p50", ">p99", ">loop p50", ">p99", ">transport", ">idle",
-        ">MiB tok.", ">broker", ">sched.", ">cores tok.", ">sched.", ">broker",
+    inside = table(
+        "Inside: ms in the queue, ms of the loop's turns, shares of the scheduler's thread",
+        "load", "transport", ">queue p50", ">p99", ">mean", ">loop p50", ">p99", ">mean", ">transport", ">idle",
+    )  # fmt: skip
+    beside = table(
+        "Processes: peaks of GPU memory in MiB, processor in cores",
+        "load", "transport", ">tokenizers", ">broker", ">schedulers", ">cores: tok.", ">broker", ">sched.", ">detok.",
     )  # fmt: skip
     for run in found["runs"]:
+        name = (run["load"]["name"], run["transport"])
         queue, loop = run.get("queue_ms") or {}, run.get("loop_ms") or {}
-        shares = run["profile"].get("shares", {})
-        share = [run["profile"].get("transport"), shares.get("idle")]
-        made.add_row(
-            run["load"]["name"],
-            run["transport"],
-            *(number(queue.get(p)) for p in ("p50", "p99")),
-            *(number(loop.get(p)) for p in ("p50", "p99")),
-            *("-" if one is None else f"{one:.1%}" for one in share),
-            *(number(_sum(run, role, "gpu_mib")) for role in ("tokenizer", "broker", "scheduler")),
-            *(number(_sum(run, role, "cores")) for role in ("tokenizer", "scheduler", "broker")),
+        shares = (run["profile"].get("transport"), run["profile"].get("shares", {}).get("idle"))
+        inside.add_row(
+            *name,
+            *(number(one.get(p)) for one in (queue, loop) for p in ("p50", "p99", "mean")),
+            *("-" if share is None else f"{share:.1%}" for share in shares),
         )
-    yield made
+        beside.add_row(
+            *name,
+            *(number(_sum(run, role, "gpu_mib")) for role in ("tokenizer", "broker", "scheduler")),
+            *(
+                number(_sum(run, role, "cores"))
+                for role in ("tokenizer", "broker", "scheduler", "detokenizer")
+            ),
+        )
+    yield inside
+    yield beside
 
 
 def _sum(run: Mapping[str, Any], role: str, what: str) -> float | None:
