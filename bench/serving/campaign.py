@@ -153,7 +153,7 @@ class Campaign:
             watch.__exit__(None, None, None)
             run["queue_ms"] = inside.waited(queue, inside.queue(server.url))
             run["loop_ms"] = inside.turns(loops, self._loops(server)) if loops else None
-            if self.plan.look and server.engine is not None:
+            if self._looks(load) and server.engine is not None:
                 run["profile"], stacks[:] = inside.profile(server.engine.process.pid, self.plan.look)
 
         limit = min(self.plan.load_limit, max(1.0, self.left() - self.plan.look - 2))
@@ -179,6 +179,8 @@ class Campaign:
             counters = after["counters"]
             run["broker"] = {k: v - before.get(k, 0) for k, v in counters.items() if v != before.get(k, 0)}
             run["tallies"] = {one["name"]: one["tally"] for one in after["sessions"]}
+            arenas = [arena["bytes"] for arena in after["arenas"] if arena["tier"] == "device"]
+            run["device_arena_mib"] = sum(arenas) / (1 << 20)
             run["arenas"] = after["arenas"]
             run["paths"] = [
                 {key: rank.get(key) for key in ("path", "why", "access")}
@@ -249,8 +251,12 @@ class Campaign:
         for load, turn in missing:
             path = self._file(load, turn)
             if not path.exists():
-                count = load.requests + (0 if not self.plan.look else MORE * load.concurrency + 32)
+                count = load.requests + (MORE * load.concurrency + 32 if self._looks(load) else 0)
                 bodies.write(path, load, load.seed(self.plan.seed, turn), model, count)
+
+    def _looks(self, load: Load) -> bool:
+        """One request at a time says nothing about a thread under load."""
+        return self.plan.look > 0 and load.concurrency > 1
 
     def _file(self, load: Load, turn: int) -> Path:
         return self.scratch / f"{load.name}-{load.requests}-{turn}.bodies"

@@ -101,18 +101,18 @@ class _Count:
     """How many requests were begun, by all senders together: a number in a file, and a lock on it."""
 
     def __init__(self, path: str) -> None:
-        self._file = open(path, "r+b", buffering=0)
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def next(self) -> int:
         """The number of the next request."""
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        number = int.from_bytes(os.pread(self._file.fileno(), 8, 0), "little")
-        os.pwrite(self._file.fileno(), (number + 1).to_bytes(8, "little"), 0)
-        fcntl.flock(self._file, fcntl.LOCK_UN)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        number = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+        os.pwrite(self._fd, (number + 1).to_bytes(8, "little"), 0)
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
         return number
 
     def close(self) -> None:
-        self._file.close()
+        os.close(self._fd)
 
 
 def _serve(link: Connection, path: str, url: str, slots: int, shared: str, measured: int, keep: bool) -> None:

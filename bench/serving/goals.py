@@ -41,13 +41,19 @@ def value(found: Mapping[str, Any], transport: str, load: str, *path: str) -> fl
 
 
 def memory(found: Mapping[str, Any], transport: str, load: str) -> float | None:
-    """MiB of GPU memory of tokenizers and broker at their peak; None if the driver does not tell."""
+    """MiB of GPU memory of tokenizers and broker at their peak; None if the driver does not tell.
+
+    The driver counts by context, and the broker has none: what it has is what its own books say, if that is more.
+    """
     peaks = []
     for run in runs(found, transport, load):
-        mine = [p for p in run["watch"]["processes"] if p["role"] in ("tokenizer", "broker")]
         if run["watch"]["gpu_left_out"]:
             return None
-        peaks.append(sum(p["gpu_mib"] or 0.0 for p in mine))
+        told = {role: 0.0 for role in ("tokenizer", "broker")}
+        for process in run["watch"]["processes"]:
+            if process["role"] in told:
+                told[process["role"]] += process["gpu_mib"] or 0.0
+        peaks.append(told["tokenizer"] + max(told["broker"], run.get("device_arena_mib") or 0.0))
     return statistics.median(peaks) if peaks else None
 
 

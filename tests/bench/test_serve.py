@@ -181,7 +181,7 @@ def result(**seconds: float) -> dict[str, Any]:
             processes = [
                 {"pid": 1, "role": "tokenizer", "cores": 0.5, "gpu_mib": mib},
                 {"pid": 2, "role": "scheduler", "cores": 1.0, "gpu_mib": 9000.0},
-                *([{"pid": 3, "role": "broker", "cores": 0.1, "gpu_mib": 300.0}] if ours else []),
+                *([{"pid": 3, "role": "broker", "cores": 0.1, "gpu_mib": None}] if ours else []),
             ]
             shares = {"transport": 0.0 if ours else 0.3, "broker": 0.01 if ours else 0.0, "forward": 0.6}
             runs.append(
@@ -196,6 +196,7 @@ def result(**seconds: float) -> dict[str, Any]:
                         "transport": shares["transport"] + shares["broker"],
                     },
                     "watch": {"processes": processes, "gpu_left_out": ""},
+                    "device_arena_mib": 300.0 if ours else None,
                     "queue_ms": {"p50": 1.0, "p99": 2.0, "mean": 1.1, "n": 40},
                     "loop_ms": None,
                     "texts": ["t"] * 40 if load.keep_texts else None,
