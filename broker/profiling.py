@@ -33,11 +33,15 @@ SAVED: Final = ("transport", "hash", "rebuild")
 
 
 class Rule(NamedTuple):
-    """Frames in files with `file` in their path, of functions named in `functions` (none: all)."""
+    """Frames in files with `file` in their path, of functions named in `functions` (none: all).
+
+    `leaf`: only where it calls nothing that Python sees, so that what it calls is told apart from what it does itself.
+    """
 
     kind: str
     file: str
     functions: tuple[str, ...] = ()
+    leaf: bool = False
 
 
 #: The first that fits a frame decides. Names of SGLang 0.5.17 to 0.5.23, ZeroMQ, torch and Python.
@@ -51,6 +55,8 @@ RULES: Final = (
         *("_unwrap_tensor_or_list", "unwrap_shm_features", "has_shm_features", "_feature_has_shm"),
         *("materialize", "close_and_unlink", "__setstate__", "__del__", "discard_shm_features"),
     )),
+    # Features go back to the CPU after the encoder.
+    Rule("transport", "managers/mm_utils.py", ("general_mm_embed_routine", "prepare_mm_inputs"), leaf=True),
     Rule("transport", "cuda_ipc_transport_utils.py"),
     Rule("transport", "cuda_vmm"),
     Rule("transport", "multiprocessing/shared_memory.py"),
@@ -155,14 +161,13 @@ def record(pid: int, seconds: float, rate: int) -> Profile:
 def _py_spy() -> str:
     try:
         for file in metadata.distribution("py-spy").files or ():
-            if file.name == "py-spy":
-                return str(Path(str(file.locate())).resolve())
+            # Where it was installed into a directory (`pip install --target`), its own list of files is wrong.
+            if file.name == "py-spy" and (found := Path(str(file.locate())).resolve()).exists():
+                return str(found)
     except metadata.PackageNotFoundError:
         pass
-    if found := shutil.which("py-spy", path=None) or shutil.which(
-        "py-spy", path=str(Path(sys.executable).parent)
-    ):
-        return found
+    if elsewhere := shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent)):
+        return elsewhere
     raise BrokerError("py-spy is not installed here: pip install 'mmbroker[profile]'")
 
 
@@ -198,6 +203,8 @@ def classify(stack: Sequence[Frame]) -> tuple[str, int]:
     """What a stack's thread was doing, and which of its frames says so."""
     for at in range(len(stack) - 1, -1, -1):
         for rule in RULES:
+            if rule.leaf and at < len(stack) - 1:
+                continue
             if rule.file in stack[at].file and (not rule.functions or stack[at].function in rule.functions):
                 return rule.kind, at
     if stack[-1].function.startswith("event_loop"):

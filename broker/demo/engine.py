@@ -60,7 +60,8 @@ class Answer:
 class Engine:
     """One server. `scratch`: an existing directory for its log, counters and temporary files, with a short path.
 
-    `measure`: have the plugin count and time what its processes do (`counters`).
+    `measure`: have the plugin count and time what its processes do (`counters`). `base` and `surroundings`: the flags
+    and variables of the kind of machine.
     A context manager: waits until the server is ready, and stops it.
     """
 
@@ -73,6 +74,7 @@ class Engine:
         *,
         measure: bool = False,
         base: Sequence[str] = CPU_ARGUMENTS,
+        surroundings: Mapping[str, str] = CPU_ENVIRONMENT,
     ) -> None:
         self.log = scratch / "sglang.log"
         self._counters = scratch / "counters"
@@ -92,7 +94,7 @@ class Engine:
                 *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
                 *("--port", str(self.port), *base, *arguments),
             ],
-            env={**os.environ, **CPU_ENVIRONMENT, "TMPDIR": str(scratch), **(environment or {}), **measuring},
+            env={**os.environ, **surroundings, "TMPDIR": str(scratch), **(environment or {}), **measuring},
             cwd=scratch,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -86,6 +86,18 @@ UTILS = "sglang/srt/managers/mm_utils.py"
             (f"Scheduler.run_batch ({SCHEDULER}:1)", "Linear.forward (torch/nn/modules/linear.py:1)"),
             "forward",
         ),
+        (
+            (f"Scheduler.run_batch ({SCHEDULER}:1)", f"general_mm_embed_routine ({UTILS}:1347)"),
+            "transport",
+        ),
+        (
+            (
+                f"Scheduler.run_batch ({SCHEDULER}:1)",
+                f"general_mm_embed_routine ({UTILS}:1373)",
+                "Linear.forward (torch/nn/modules/linear.py:1)",
+            ),
+            "forward",
+        ),
         ((f"Scheduler.get_next_batch_to_run ({SCHEDULER}:1)",), "schedule"),
         ((f"Scheduler.process_batch_result ({SCHEDULER}:1)", "f (sglang/other.py:1)"), "schedule"),
     ],

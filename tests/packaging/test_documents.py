@@ -118,6 +118,13 @@ def test_references_are_the_codes() -> None:
     assert page == maker["with_metrics"](page)
 
 
+def test_figures_are_the_stored_results() -> None:
+    """`python docs/make_benchmarks.py` writes the tables anew; each stands on a result that is stored."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert page == runpy.run_path(str(ROOT / "docs" / "make_benchmarks.py"))["page"](page)
+    assert page.count("<!-- end -->") == len(re.findall(r"<!-- (?!end)", page)) > 5
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(shell: str) -> None:
     """What the shell is told calls this program, in the way that the program then understands."""

@@ -1,0 +1,106 @@
+"""Figures of one run: percentiles with their own spread, and how fast requests were answered."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+from bench.stats import percentile
+
+from .client import Answer, Sent
+
+#: How often a run is drawn anew from its own requests, to see how much its figures would differ.
+DRAWS: Final = 200
+#: Of these, so many lie within the bounds that are told.
+SURE: Final = 95.0
+STATISTICS: Final[dict[str, Callable[[Sequence[float]], float]]] = {
+    "p50": lambda values: percentile(values, 50),
+    "p95": lambda values: percentile(values, 95),
+    "p99": lambda values: percentile(values, 99),
+    "mean": lambda values: sum(values) / len(values),
+}
+#: What is told of each request, in milliseconds.
+TIMES: Final = ("ttft", "tpot", "itl", "e2e")
+
+
+def samples(answers: Sequence[Answer]) -> dict[str, list[float]]:
+    """Milliseconds of every request that was answered; `itl` of every gap between two pieces of text."""
+    good = [answer for answer in answers if not answer.error]
+    return {
+        "ttft": [_ms(answer.first - answer.sent) for answer in good],
+        "tpot": [_ms((answer.end - answer.first) / max(1, answer.tokens - 1)) for answer in good],
+        "itl": [_ms(gap) for answer in good for gap in answer.gaps],
+        "e2e": [_ms(answer.end - answer.sent) for answer in good],
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 2)
+
+
+def summary(sent: Sent, draws: int = DRAWS) -> dict[str, Any]:
+    """What the senders saw. Each figure has `value`, and `low` and `high` within which it would lie again."""
+    answers = sent.answers
+    good = [answer for answer in answers if not answer.error]
+    failed = [answer for answer in answers if answer.error]
+    found: dict[str, Any] = {
+        "answered": len(good),
+        "failed": len(failed),
+        "errors": sorted({answer.error for answer in failed})[:5],
+        "cut": sent.cut,
+        "seconds": round(sent.seconds, 3),
+        "short_answers": sum(answer.tokens == 0 for answer in good),
+    }
+    if not good:
+        return found
+    # In steady state: until so many answers were there, whoever's they were.
+    ends = sent.ends[: len(good)]
+    gaps = [
+        b - a for a, b in pairwise(ends)
+    ]  # the first answer's time is no chance: that is the pipeline's length
+    chance = random.Random(len(gaps))
+    rates = sorted(len(ends) / (ends[0] + sum(_blocks(gaps, chance))) for _ in range(draws))
+    found["requests_per_second"] = _figure(len(ends) / ends[-1], rates, 3)
+    # One draw of requests serves all of their figures; gaps are drawn with their requests.
+    everything = samples(good)
+    by_request = [[_ms(gap) for gap in answer.gaps] for answer in good]
+    drawn: dict[tuple[str, str], list[float]] = {}
+    for _ in range(draws):
+        chosen = chance.choices(range(len(good)), k=len(good))
+        for name in TIMES:
+            if name == "itl":
+                values = [gap for index in chosen for gap in by_request[index]]
+            else:
+                values = [everything[name][index] for index in chosen]
+            if values:
+                values.sort()
+                for statistic, of in STATISTICS.items():
+                    drawn.setdefault((name, statistic), []).append(of(values))
+    for name in TIMES:
+        if values := sorted(everything[name]):
+            found[f"{name}_ms"] = {
+                statistic: _figure(of(values), sorted(drawn[name, statistic]), 2)
+                for statistic, of in STATISTICS.items()
+            }
+    return found
+
+
+def _blocks(gaps: Sequence[float], chance: random.Random) -> list[float]:
+    """As many gaps as there are, drawn in runs: neighbours depend on each other, because batches end together."""
+    size = max(1, len(gaps) // 10)
+    drawn: list[float] = []
+    while len(drawn) < len(gaps):
+        start = chance.randrange(len(gaps) - size + 1)
+        drawn += gaps[start : start + size]
+    return drawn[: len(gaps)]
+
+
+def _figure(value: float, drawn: Sequence[float], digits: int) -> dict[str, float]:
+    low, high = ((100 - SURE) / 2, (100 + SURE) / 2)
+    return {
+        "value": round(value, digits),
+        "low": round(percentile(drawn, low), digits),
+        "high": round(percentile(drawn, high), digits),
+    }

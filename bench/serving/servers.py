@@ -1,0 +1,109 @@
+"""Servers to be measured: SGLang with one transport each, and a broker beside it where the transport needs one."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bench.processes import Broker, Workshop
+
+from . import loop_probe
+
+#: The flags that make the transports, beside those that all servers have.
+TRANSPORTS: Final = {
+    "cpu": "--mm-feature-transport cpu",
+    "cuda_ipc": "--mm-feature-transport cuda_ipc",  # its handle cache is on unless a variable says otherwise
+    "broker": "--mm-transport broker",  # features made for the CPU
+    "broker-gpu": "--mm-transport broker --mm-feature-transport cuda_ipc",  # features that stay on the GPU
+}
+#: On a GPU with a model of 3 billion parameters: the kernels that need nothing but Triton.
+GPU_FLAGS: Final = (
+    "--load-format dummy --host 127.0.0.1 --attention-backend triton --mm-attention-backend triton_attn "
+    "--sampling-backend pytorch --grammar-backend none --mem-fraction-static 0.5 --cuda-graph-max-bs 64"
+)
+#: For SGLang's own figures of waiting.
+METRICS: Final = "--enable-metrics"
+
+
+@dataclass
+class Running:
+    """A server that answers. `engine`: its process, None where it is somebody else's."""
+
+    url: str
+    model: str
+    engine: Any = None
+    broker: Broker | None = None
+    #: Where the loop's counts are.
+    loops: Path | None = None
+
+    def pids(self) -> list[int]:
+        """Of the server and all that it started."""
+        return [process.pid for process in self.engine.processes()] if self.engine is not None else []
+
+
+@dataclass(frozen=True)
+class Maker:
+    """How servers are started. `gpu`: the broker's, empty: everything on the CPU, with its tiny model."""
+
+    shop: Workshop
+    model: Path
+    gpu: str
+    flags: str = ""
+    broker: tuple[tuple[str, str], ...] = ()
+    extra: tuple[tuple[str, str], ...] = ()
+    logs: Path | None = None
+
+    def transports(self) -> dict[str, str]:
+        return {**TRANSPORTS, **dict(self.extra)}
+
+    @contextmanager
+    def start(self, transport: str, patience: float) -> Iterator[Running]:
+        """A server that is ready; afterwards neither it nor its broker is there. Raises `EngineFailed`."""
+        from mmbroker.demo.engine import CPU_ARGUMENTS, CPU_ENVIRONMENT, Engine
+
+        own = shlex.split(self.transports()[transport])
+        place = Path(self.shop.place("e"))
+        loops, site = place / "loops", place / "site"
+        loops.mkdir(parents=True)
+        loop_probe.install(site)
+        environment = {
+            loop_probe.VARIABLE: str(loops),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])),
+        }
+        if self.gpu:
+            base: tuple[str, ...] = tuple(shlex.split(GPU_FLAGS))
+            surroundings: dict[str, str] = {}
+        else:
+            base, surroundings = CPU_ARGUMENTS, dict(CPU_ENVIRONMENT)
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        with ExitStack() as stack:
+            broker = None
+            if "--mm-transport" in own:
+                settings: dict[str, object] = {"gpu": self.gpu} if self.gpu else {"host_mib": 512}
+                broker = stack.enter_context(self.shop.broker(**settings | dict(self.broker)))
+                own += ["--mm-broker", broker.path]
+            engine = Engine(
+                self.model,
+                place,
+                [METRICS, *own, *shlex.split(self.flags)],
+                environment,
+                base=base,
+                surroundings=surroundings,
+            )
+            logs = [engine.log] + ([Path(f"{broker.path}.log")] if broker is not None else [])
+            stack.callback(self._keep_logs, logs, transport)
+            stack.callback(engine.stop)
+            engine.wait_ready(patience)
+            yield Running(f"http://127.0.0.1:{engine.port}", str(self.model), engine, broker, loops)
+
+    def _keep_logs(self, logs: list[Path], transport: str) -> None:
+        """Their ends, as one file."""
+        if self.logs is not None:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            ends = [log.read_bytes()[-(1 << 20) :] for log in logs if log.exists()]
+            (self.logs / f"{transport}.log").write_bytes(b"\n---\n".join(ends))
