@@ -274,6 +274,7 @@ class Belongings:
         for table in list(self.tables):
             table.attach()
         self._told = {}
+        self._watch_lost()
 
     def _chores(self, now: float) -> float:
         pause = _TALLY
@@ -287,7 +288,7 @@ class Belongings:
             pause = _WATCH
             for _ in range(len(self._retained)):
                 self._told_over(*self._retained.popleft())
-        for session in list(self._lost):
+        for session in list(self._lost) if self.link.connected else ():
             if not self._touches(session):
                 self._lost.remove(session)
                 self.link.cast(Released(session))

@@ -8,13 +8,14 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
 import mmbroker
 from mmbroker import table as table_module
-from mmbroker.proto.errors import BrokerLost, FeatureMissing
+from mmbroker.proto.errors import BrokerLost, BrokerUnavailable, FeatureMissing
 from tests.conftest import StartBroker
 from tests.faults.steps import cut
 from tests.kit import BrokerProcess, eventually
@@ -157,6 +158,38 @@ def test_a_lost_producer_gives_its_slots_back_when_it_writes_no_more(start_broke
         assert broker.status()["quarantined"] == 4096  # the tensor is still there
         tensor.fill_(1)
         del tensor
+        eventually(lambda: broker.status()["quarantined"] == 0, "the release of the old session")
+
+
+def test_what_ends_while_there_is_no_session_is_told_to_the_next(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker cannot be reached for a while, and the client has nothing left of its old session meanwhile."""
+    broker = start_broker()
+    with mmbroker.connect(broker.directory) as client:
+        lease = client.get_or_create("k", (100,), "float32").lease
+        assert lease is not None
+        tensor = lease.tensor
+        link, chores, done = client._link, client._link.chores, []
+
+        def refuse(deadline: float) -> NoReturn:
+            raise BrokerUnavailable("not now")
+
+        def count(now: float) -> float:
+            done.append(now)
+            return chores(now)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(link, "_connect", refuse)
+            patched.setattr(link, "chores", count)
+            link._connection.lifeline.shutdown(socket.SHUT_RDWR)
+            eventually(lambda: not client.connected, "the loss")
+            eventually(lambda: broker.status()["quarantined"] == 4096, "the end of the session")
+            del tensor
+            lease.abort()
+            before = len(done)
+            eventually(lambda: len(done) > before + 2, "chores without a session")
+        eventually(lambda: client.connected, "a new session")
         eventually(lambda: broker.status()["quarantined"] == 0, "the release of the old session")
 
 
