@@ -49,7 +49,7 @@ def memory(found: Mapping[str, Any], transport: str, load: str) -> float | None:
     for run in runs(found, transport, load):
         if run["watch"]["gpu_left_out"]:
             return None
-        told = {role: 0.0 for role in ("tokenizer", "broker")}
+        told = dict.fromkeys(("tokenizer", "broker"), 0.0)
         for process in run["watch"]["processes"]:
             if process["role"] in told:
                 told[process["role"]] += process["gpu_mib"] or 0.0
