@@ -121,7 +121,7 @@ class Campaign:
             if self.left() < LEAST:
                 self._leave_out(transport, missing[index:], "the time was over")
                 return
-            run = self._run(transport, server, load, turn, gpu)
+            run = self._run(transport, server, load, turn, gpu, last=index == len(missing) - 1)
             rate = run["figures"].get("requests_per_second", {}).get("value", 0.0)
             share = run["profile"].get("transport")
             self.say(
@@ -133,8 +133,10 @@ class Campaign:
 
     # --- one load ---------------------------------------------------------------------------------------------------
 
-    def _run(self, transport: str, server: Running, load: Load, turn: int, gpu: str) -> dict[str, Any]:
-        """One load once, written down with all its times."""
+    def _run(
+        self, transport: str, server: Running, load: Load, turn: int, gpu: str, last: bool
+    ) -> dict[str, Any]:
+        """One load once, written down with all its times. `last`: the server has nothing more to do."""
         queue, loops = inside.queue(server.url), self._loops(server)
         broker = server.broker
         before = broker.counters() if broker is not None else {}
@@ -170,7 +172,8 @@ class Campaign:
         if sent.cut:
             watch.__exit__(None, None, None)
             run["queue_ms"] = run["loop_ms"] = None
-        run["settled"] = inside.settle(server.url, server.model, min(30.0, max(1.0, self.left() - 5)))
+        if not last:
+            run["settled"] = inside.settle(server.url, server.model, min(30.0, max(1.0, self.left() - 5)))
         run["figures"] = figures.summary(sent)
         run["watch"] = watch.found
         run["texts"] = [answer.text for answer in sent.answers] if load.keep_texts else None
