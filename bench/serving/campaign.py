@@ -71,7 +71,7 @@ class Campaign:
             "versions": machine.versions(),
             "plan": {"seed": self.plan.seed, "turns": self.plan.turns, "look_s": self.plan.look},
             "servers": {},
-            "runs": [json.loads(line)["run"] for line in self._lines()],
+            "runs": [run for run in self._earlier() if not run["figures"]["cut"]],
             "left_out": [],
         }
 
@@ -155,6 +155,8 @@ class Campaign:
             watch.__exit__(None, None, None)
             run["queue_ms"] = inside.waited(queue, inside.queue(server.url))
             run["loop_ms"] = inside.turns(loops, self._loops(server)) if loops else None
+            if broker is not None:
+                run.update(_told(broker.status(), before))
             if self._looks(load) and server.engine is not None:
                 run["profile"], stacks[:] = inside.profile(server.engine.process.pid, self.plan.look)
 
@@ -177,19 +179,6 @@ class Campaign:
         run["figures"] = figures.summary(sent)
         run["watch"] = watch.found
         run["texts"] = [answer.text for answer in sent.answers] if load.keep_texts else None
-        if broker is not None:
-            after = broker.status()
-            counters = after["counters"]
-            run["broker"] = {k: v - before.get(k, 0) for k, v in counters.items() if v != before.get(k, 0)}
-            run["tallies"] = {one["name"]: one["tally"] for one in after["sessions"]}
-            arenas = [arena["bytes"] for arena in after["arenas"] if arena["tier"] == "device"]
-            run["device_arena_mib"] = sum(arenas) / (1 << 20)
-            run["arenas"] = after["arenas"]
-            run["paths"] = [
-                {key: rank.get(key) for key in ("path", "why", "access")}
-                for engine in after["engines"]
-                for rank in engine["ranks"]
-            ]
         raw = {"run": run, "answers": [answer._asdict() for answer in sent.answers], "ends": sent.ends}
         with open(self._raw, "a") as file:
             file.write(json.dumps(raw | {"stacks": stacks}) + os.linesep)
@@ -228,12 +217,12 @@ class Campaign:
         part.write_text(json.dumps(self.found, indent=1) + os.linesep)
         part.rename(self.plan.out / RESULT)
 
-    def _lines(self) -> Iterator[str]:
-        """Of earlier runs; a line that was cut off by an end is no line."""
+    def _earlier(self) -> Iterator[dict[str, Any]]:
+        """The runs of before; a line that was cut off by an end is none."""
         if self._raw.exists():
             for line in self._raw.read_text().splitlines():
                 if line.endswith("}"):
-                    yield line
+                    yield json.loads(line)["run"]
 
     def _turns(self, load: Load, transport: str) -> list[int]:
         """The turns of a load that are still to be run."""
@@ -267,3 +256,20 @@ class Campaign:
     @staticmethod
     def _loops(server: Running) -> list[int]:
         return loop_probe.read(server.loops) if server.loops is not None else []
+
+
+def _told(status: dict[str, Any], before: dict[str, int]) -> dict[str, Any]:
+    """What a broker says of itself under load, and what it has counted since `before`."""
+    counters = status["counters"]
+    arenas = [arena["bytes"] for arena in status["arenas"] if arena["tier"] == "device"]
+    return {
+        "broker": {k: v - before.get(k, 0) for k, v in counters.items() if v != before.get(k, 0)},
+        "tallies": {one["name"]: one["tally"] for one in status["sessions"]},
+        "arenas": status["arenas"],
+        "device_arena_mib": sum(arenas) / (1 << 20),
+        "paths": [
+            {key: rank.get(key) for key in ("path", "why", "access")}
+            for engine in status["engines"]
+            for rank in engine["ranks"]
+        ],
+    }
