@@ -15,7 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.serving import goals, plots
+from bench.serving import goals
+from bench.serving.plots import draw
 from bench.tables import number
 
 DOCS = Path(__file__).resolve().parent
@@ -330,38 +331,10 @@ WITHOUT_FILE: dict[str, Callable[[], Lines]] = {"serve": serve}
 # --- pictures -------------------------------------------------------------------------------------------------------
 
 
-def thread_by_size(cpu: dict[str, Any], gpu: dict[str, Any], file: Path) -> None:
-    """What the scheduler's thread pays by size, on the CPU and on the GPU."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for axes, title, lines, name, value in (
-        (left, "features on the CPU", cpu["rows"], "transport", "scheduler_us_p50"),
-        (right, "features on the GPU", [x for x in gpu["rows"] if not x["load"]], "way", "p50"),
-    ):
-        for way in dict.fromkeys(line[name] for line in lines):
-            mine = [line for line in lines if line[name] == way]
-            axes.plot([x["mb"] for x in mine], [x[value] for x in mine], marker="o", markersize=3, label=way)
-        axes.set(xscale="log", yscale="log", xlabel="MB", ylabel="us, p50")
-        axes.set_title(title, fontsize=10)
-        axes.legend(fontsize=7, frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, metadata={"Date": None})
-
-
 def pictures() -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "mmbroker"
-    cpu, gpu = (
-        json.loads((RESULTS / name).read_text())
-        for name in ("transport-amd-2026-11-29.json", "gpu-scheduler-h200-2026-11-29.json")
-    )
-    thread_by_size(cpu, gpu, DOCS / "bench-thread.svg")
+    """Those of every stored run; what a thread pays by size is drawn by `plots.py`."""
     for file in RESULTS.glob("serve-*.json"):
-        plots.draw(json.loads(file.read_text()), DOCS, file.stem)
+        draw(json.loads(file.read_text()), DOCS, file.stem)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Campaign:
             "versions": machine.versions(),
             "plan": {"seed": self.plan.seed, "turns": self.plan.turns, "look_s": self.plan.look},
             "servers": {},
-            "runs": [json.loads(line)["run"] for line in self._lines()],
+            "runs": [run for run in self._earlier() if not run["figures"]["cut"]],
             "left_out": [],
         }
 
@@ -121,7 +121,7 @@ class Campaign:
             if self.left() < LEAST:
                 self._leave_out(transport, missing[index:], "the time was over")
                 return
-            run = self._run(transport, server, load, turn, gpu)
+            run = self._run(transport, server, load, turn, gpu, last=index == len(missing) - 1)
             rate = run["figures"].get("requests_per_second", {}).get("value", 0.0)
             share = run["profile"].get("transport")
             self.say(
@@ -133,8 +133,10 @@ class Campaign:
 
     # --- one load ---------------------------------------------------------------------------------------------------
 
-    def _run(self, transport: str, server: Running, load: Load, turn: int, gpu: str) -> dict[str, Any]:
-        """One load once, written down with all its times."""
+    def _run(
+        self, transport: str, server: Running, load: Load, turn: int, gpu: str, last: bool
+    ) -> dict[str, Any]:
+        """One load once, written down with all its times. `last`: the server has nothing more to do."""
         queue, loops = inside.queue(server.url), self._loops(server)
         broker = server.broker
         before = broker.counters() if broker is not None else {}
@@ -153,6 +155,8 @@ class Campaign:
             watch.__exit__(None, None, None)
             run["queue_ms"] = inside.waited(queue, inside.queue(server.url))
             run["loop_ms"] = inside.turns(loops, self._loops(server)) if loops else None
+            if broker is not None:
+                run.update(_told(broker.status(), before))
             if self._looks(load) and server.engine is not None:
                 run["profile"], stacks[:] = inside.profile(server.engine.process.pid, self.plan.look)
 
@@ -170,23 +174,11 @@ class Campaign:
         if sent.cut:
             watch.__exit__(None, None, None)
             run["queue_ms"] = run["loop_ms"] = None
-        run["settled"] = inside.settle(server.url, server.model, min(30.0, max(1.0, self.left() - 5)))
+        if not last:
+            run["settled"] = inside.settle(server.url, server.model, min(30.0, max(1.0, self.left() - 5)))
         run["figures"] = figures.summary(sent)
         run["watch"] = watch.found
         run["texts"] = [answer.text for answer in sent.answers] if load.keep_texts else None
-        if broker is not None:
-            after = broker.status()
-            counters = after["counters"]
-            run["broker"] = {k: v - before.get(k, 0) for k, v in counters.items() if v != before.get(k, 0)}
-            run["tallies"] = {one["name"]: one["tally"] for one in after["sessions"]}
-            arenas = [arena["bytes"] for arena in after["arenas"] if arena["tier"] == "device"]
-            run["device_arena_mib"] = sum(arenas) / (1 << 20)
-            run["arenas"] = after["arenas"]
-            run["paths"] = [
-                {key: rank.get(key) for key in ("path", "why", "access")}
-                for engine in after["engines"]
-                for rank in engine["ranks"]
-            ]
         raw = {"run": run, "answers": [answer._asdict() for answer in sent.answers], "ends": sent.ends}
         with open(self._raw, "a") as file:
             file.write(json.dumps(raw | {"stacks": stacks}) + os.linesep)
@@ -225,12 +217,12 @@ class Campaign:
         part.write_text(json.dumps(self.found, indent=1) + os.linesep)
         part.rename(self.plan.out / RESULT)
 
-    def _lines(self) -> Iterator[str]:
-        """Of earlier runs; a line that was cut off by an end is no line."""
+    def _earlier(self) -> Iterator[dict[str, Any]]:
+        """The runs of before; a line that was cut off by an end is none."""
         if self._raw.exists():
             for line in self._raw.read_text().splitlines():
                 if line.endswith("}"):
-                    yield line
+                    yield json.loads(line)["run"]
 
     def _turns(self, load: Load, transport: str) -> list[int]:
         """The turns of a load that are still to be run."""
@@ -264,3 +256,20 @@ class Campaign:
     @staticmethod
     def _loops(server: Running) -> list[int]:
         return loop_probe.read(server.loops) if server.loops is not None else []
+
+
+def _told(status: dict[str, Any], before: dict[str, int]) -> dict[str, Any]:
+    """What a broker says of itself under load, and what it has counted since `before`."""
+    counters = status["counters"]
+    arenas = [arena["bytes"] for arena in status["arenas"] if arena["tier"] == "device"]
+    return {
+        "broker": {k: v - before.get(k, 0) for k, v in counters.items() if v != before.get(k, 0)},
+        "tallies": {one["name"]: one["tally"] for one in status["sessions"]},
+        "arenas": status["arenas"],
+        "device_arena_mib": sum(arenas) / (1 << 20),
+        "paths": [
+            {key: rank.get(key) for key in ("path", "why", "access")}
+            for engine in status["engines"]
+            for rank in engine["ranks"]
+        ],
+    }

@@ -192,7 +192,7 @@ def send(
             inbox.read(began + limit - time.monotonic())
         sent = inbox.sent(time.monotonic() - began)
         if linger is not None and not sent.cut:
-            looking = threading.Thread(target=linger)
+            looking = threading.Thread(target=linger, name="look", daemon=True)
             looking.start()
             while looking.is_alive():
                 inbox.read(0.05)  # else the senders would stand still
