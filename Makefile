@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
 # The two environments are built from one tree.
 .NOTPARALLEL:
-.PHONY: help env env-old test check format demo bench fuzz soak clean
+.PHONY: help env env-old test check format docs demo bench fuzz soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ format: env ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: env ## the site of all documents, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html is the first page"
+
 demo: env ## the real SGLang serves pictures, first its own way, then through a broker
 	@$(BIN)/mmbroker demo
 
@@ -54,4 +58,4 @@ soak: env ## load, faults, restarts, a stopped engine and killed ones for long: 
 	$(BIN)/python -m tests.faults.soak --features $(FEATURES) --seed $(SEED) --json bench/results/soak-$$(date +%Y-%m-%d).json
 
 clean: ## remove the environments and everything that was built
-	rm -rf $(VENV) $(VENV_OLD) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLD) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

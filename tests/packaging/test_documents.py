@@ -41,11 +41,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Every `mmbroker ...` in the documents: in indented blocks, in fences, and in running text."""
+    """Every `mmbroker ...` in the documents, at the beginning of a line or in running text."""
     found: list[tuple[str, list[str]]] = []
     for page in PAGES:
         text = page.read_text()
-        lines = re.findall(r"(?:^    (?:\S*/)?|`(?:\S*/)?|\$\()mmbroker((?: [^`\n#|)]+)?)", text, re.MULTILINE)
+        lines = re.findall(
+            r"(?:^(?:\w+=\S+ )*|`|\$\()(?:\S*/)?mmbroker((?: [^`#|)]+?)?)(?:`|\)|$|  )", text, re.MULTILINE
+        )
         for line in lines:
             words = shlex.split(line.replace("...", ""))
             if words and not words[0].startswith("-"):
@@ -88,9 +90,7 @@ def test_the_tutorials_program_runs(broker: BrokerProcess, tmp_path: Path) -> No
 
 
 def test_the_readmes_program_runs(broker: BrokerProcess, tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text().partition("## Without an engine")[2].partition("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith("    ") or not line]
-    program = "\n".join(line[4:] for line in lines).strip()
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
@@ -113,9 +113,47 @@ def test_reasons_of_fallbacks_are_explained() -> None:
 def test_references_are_the_codes() -> None:
     """`python docs/make_reference.py` writes them anew."""
     maker = runpy.run_path(str(ROOT / "docs" / "make_reference.py"))
-    assert (ROOT / "docs" / "cli.md").read_text() == maker["command_line"]()
-    page = (ROOT / "docs" / "metrics.md").read_text()
-    assert page == maker["with_metrics"](page)
+    for name, page in maker["pages"]().items():
+        assert (ROOT / "docs" / name).read_text() == page, name
+
+
+def test_the_plot_is_of_the_stored_results(tmp_path: Path) -> None:
+    """`python docs/plots.py` draws it anew. Its words are compared: no version of matplotlib changes them."""
+    runpy.run_path(str(ROOT / "docs" / "plots.py"))["draw"](tmp_path / "gain.svg")
+    anew, kept = (
+        re.findall(r"<text[^>]*>([^<]+)<", path.read_text())
+        for path in (tmp_path / "gain.svg", ROOT / "docs" / "gain.svg")
+    )
+    assert anew == kept and any("mmbroker" in word for word in kept)
+
+
+def test_the_site_is_built_and_its_links_lead_somewhere(tmp_path: Path) -> None:
+    """As `make docs` builds it, without the network."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--quiet",
+            "--site-dir",
+            str(tmp_path / "site"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    pages = {page.stem for page in (tmp_path / "site").glob("*.html")} - {"404"}
+    assert pages == {page.stem for page in (ROOT / "docs").glob("*.md")}
+    listed = set(re.findall(r"(\w[\w-]*)\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == pages, "a page that no menu shows is not found"
+    first = (tmp_path / "site" / "index.html").read_text()
+    loaded = re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?://[^\" >]+)", first)
+    assert loaded == [], "nothing is loaded from elsewhere"
 
 
 def test_figures_are_the_stored_results() -> None:
