@@ -33,6 +33,7 @@ ELSEWHERE = {
     r"(\w+=\S+ )*docker .*": "needs docker's daemon; `test_deployments` checks its files",
     r"kubectl .*": "needs a cluster; `test_deployments` checks its file",
     r"(cp deploy/.*|systemctl .*)": "changes the machine; `test_deployments` has systemd check the units",
+    r"python (bench/|-m bench\.).*": "takes minutes, or a GPU, or a model; `tests/bench` runs their short forms",
     r"ssh .*": "needs another machine",
 }
 
