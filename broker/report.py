@@ -237,18 +237,19 @@ def segments(broker: Broker, cells: int, most: int) -> list[dict[str, Any]]:
     """Segments, at most so many, each drawn as so many cells: what is in slots (`cells`), and what of it has to stay
     (`held`: all but the cache). In tenths, rounded up: a digit each, ``a`` for full."""
     found = [(tier, s) for tier, pool in broker.books.pools.items() for s in pool.segments.values()][:most]
-    idle: dict[int, list[tuple[int, int]]] = {segment.number: [] for _, segment in found}
-    for resting in broker.books.idle.values():
+    # In most segments everything is held, or everything is cache: only the others are looked into.
+    idle: dict[int, list[tuple[int, int]]] = {s.number: [] for _, s in found if 0 < s.held < s.allocator.used}
+    for resting in broker.books.idle.values() if idle else ():
         for entry in resting.values():
             slot = entry.slot
             if slot.segment in idle:
                 idle[slot.segment].append((slot.offset, slot.nbytes))
-    return [_drawn(tier, segment, idle[segment.number], cells) for tier, segment in found]
+    return [_drawn(tier, segment, idle.get(segment.number, []), cells) for tier, segment in found]
 
 
 def _drawn(tier: str, segment: Segment, idle: list[tuple[int, int]], cells: int) -> dict[str, Any]:
     used = segment.allocator.occupancy(cells)
-    cached = shares(segment.allocator.nbytes, idle, cells)
+    cached = shares(segment.allocator.nbytes, idle, cells) if segment.held else used
     return {
         "segment": segment.number,
         "tier": tier,

@@ -19,7 +19,11 @@ def shares(nbytes: int, pieces: Iterable[tuple[int, int]], cells: int) -> list[f
     covered = [0.0] * cells
     for offset, size in pieces:
         end = offset + size
-        for cell in range(int(offset / width), min(cells, int(-(-end // width)))):
+        first, last = int(offset / width), min(cells - 1, int(end / width))
+        if first == last:  # as nearly all are
+            covered[first] += size
+            continue
+        for cell in range(first, last + 1):
             covered[cell] += min(end, (cell + 1) * width) - max(offset, cell * width)
     return [min(1.0, size / width) for size in covered]
 
