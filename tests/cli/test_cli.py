@@ -16,7 +16,10 @@ from mmbroker.proto.keys import Key
 from tests.conftest import StartBroker
 from tests.kit import PATIENCE, BrokerProcess, RawClient, eventually
 
-COMMANDS = ("start", "status", "stop", "drain", "evict", "ls", "top", "profile", "doctor", "bench", "demo")
+COMMANDS = (
+    *("start", "status", "stop", "drain", "evict", "ls", "top", "profile", "doctor", "bench", "demo"),
+    "completion",
+)
 
 
 def mmbroker(*args: str, **env: str) -> subprocess.CompletedProcess[str]:

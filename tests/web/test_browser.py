@@ -63,6 +63,20 @@ def test_it_loads_and_keeps_up(paged: BrokerProcess, browser: Browser) -> None:
     assert browser.value("document.querySelectorAll('#charts polyline').length") >= 3
 
 
+def test_the_map_tells_the_cache_from_what_is_held(paged: BrokerProcess, browser: Browser) -> None:
+    """3 of 4 MiB are held, and then they are cache: 48 of 64 cells, of one colour and then of the other."""
+    all_of = "[...document.querySelectorAll('#segments rect.fill-{}')]"
+    drawn = all_of + ".reduce((sum, rect) => sum + Number(rect.getAttribute('height')), 0)"
+    with RawClient(paged.directory) as worker:
+        sealed = worker.answer(put(worker, "x", 3 << 20))
+        assert isinstance(sealed, m.Sealed)
+        browser.until(f"Math.round({drawn.format('use')}) === 4 * 48", "what is held")
+        assert browser.value(drawn.format("cache")) == 0
+        worker.cast(m.Drop([sealed.refs[0].hold]))
+        browser.until(f"Math.round({drawn.format('cache')}) === 4 * 48", "what is cached")
+        assert browser.value(drawn.format("use")) == 0
+
+
 def test_it_asks_nobody_else(paged: BrokerProcess, browser: Browser) -> None:
     browser.until("rows.length > 0", "a row")
     assert {re.sub(r"^http://127\.0\.0\.1:\d+", "", request) for request in browser.requests} == {
