@@ -196,9 +196,9 @@ def completion(ctx: click.Context, shell: str) -> None:
     """Print what makes a shell complete this command.
 
     \b
-      bash   eval "$(mmbroker completion bash)"           in ~/.bashrc
-      zsh    eval "$(mmbroker completion zsh)"            in ~/.zshrc
-      fish   mmbroker completion fish | source            in ~/.config/fish/config.fish
+      ~/.bashrc                   eval "$(mmbroker completion bash)"
+      ~/.zshrc                    eval "$(mmbroker completion zsh)"
+      ~/.config/fish/config.fish  mmbroker completion fish | source
     """
     from click.shell_completion import get_completion_class
 
