@@ -17,9 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Final
 
 from mmbroker.proto.messages import Call, Create, Created, Failed, Found, Hit, Leased, Lookup, Reply, Seal
@@ -60,11 +59,33 @@ budget = Budget()
 # --- in clients -----------------------------------------------------------------------------------------------------
 
 
-@cache
-def _tracer() -> Any:
-    from opentelemetry import trace
+class _Tracing:
+    """OpenTelemetry as this process has it. What is broken or only pretends to be it is let alone: it is somebody
+    else's, and no feature is late for it."""
 
-    return trace.get_tracer("mmbroker")
+    def __init__(self) -> None:
+        self.broken = False
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around everything that is OpenTelemetry's. Whatever fails there is said once, and ends all spans."""
+        try:
+            yield
+        except Exception as error:
+            if not self.broken:
+                self.broken = True
+                log.warning("no spans are made in this process any more: OpenTelemetry failed: %r", error)
+
+    def trace(self) -> Any:
+        """The module that the process has imported; None: it has not, or it is broken."""
+        return None if self.broken else sys.modules.get("opentelemetry.trace")
+
+
+tracing = _Tracing()
+
+
+def _tracer() -> Any:
+    return tracing.trace().get_tracer("mmbroker")
 
 
 @contextmanager
@@ -73,26 +94,35 @@ def span(name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
 
     An exception that leaves it is noted, as OpenTelemetry does.
     """
-    if "opentelemetry.trace" not in sys.modules or (dropped := budget.take()) is None:
+    if tracing.trace() is None or (dropped := budget.take()) is None:
         yield {}
         return
-    with _tracer().start_as_current_span(f"mmbroker.{name}") as made:
-        told: dict[str, Any] = attributes
-        try:
-            yield told
-        finally:
-            made.set_attributes(_named(told, dropped))
+    stack = ExitStack()
+    made = None
+    with tracing.guard():
+        made = stack.enter_context(_tracer().start_as_current_span(f"mmbroker.{name}"))
+    error: BaseException | None = None
+    try:
+        yield attributes
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        with tracing.guard():
+            if made is not None:
+                made.set_attributes(_named(attributes, dropped))
+            stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
 
 def context() -> str:
     """The caller's place in its trace, as W3C's ``traceparent``; empty: it has none, or is not recorded."""
-    trace = sys.modules.get("opentelemetry.trace")
-    if trace is None:
-        return ""
-    here = trace.get_current_span().get_span_context()
-    if not (here.is_valid and here.trace_flags.sampled):
-        return ""
-    return f"00-{here.trace_id:032x}-{here.span_id:016x}-01"
+    trace = tracing.trace()
+    if trace is not None:
+        with tracing.guard():
+            here = trace.get_current_span().get_span_context()
+            if here.is_valid and here.trace_flags.sampled:
+                return f"00-{here.trace_id:032x}-{here.span_id:016x}-01"
+    return ""
 
 
 def _named(attributes: Mapping[str, Any], dropped: int) -> dict[str, Any]:
@@ -139,8 +169,12 @@ class CallSpans:
 
     def answered(self, session: int, seq: int, reply: Reply) -> None:
         opened = self._open.pop((session, seq), None)
-        if opened is None or (dropped := budget.take()) is None:
+        if opened is None or tracing.broken or (dropped := budget.take()) is None:
             return
+        with tracing.guard():
+            self._make(session, opened, reply, dropped)
+
+    def _make(self, session: int, opened: _Opened, reply: Reply, dropped: int) -> None:
         call = opened.call
         took = time.monotonic_ns() - opened.began
         end = time.time_ns()

@@ -246,3 +246,61 @@ def test_an_exporter_that_is_not_installed(
     with caplog.at_level(logging.WARNING):
         spans.set_up(lambda session: ABOUT, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"})
     assert "mmbroker[otel]" in caplog.text
+
+
+# --- a broken one ---------------------------------------------------------------------------------------------------
+
+
+class Pretender:
+    """Something in OpenTelemetry's place: has every name, and every call gives it again, except one, which fails."""
+
+    def __init__(self, fails: str) -> None:
+        self._fails = fails
+
+    def __getattr__(self, name: str) -> Pretender:
+        if name == self._fails:
+            raise AttributeError(f"no {name} here")
+        return self
+
+    def __call__(self, *_: object, **__: object) -> Pretender:
+        return self
+
+    def __enter__(self) -> Pretender:
+        if self._fails == "enter":
+            raise RuntimeError("no context here")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fails == "exit":
+            raise RuntimeError("no way out")
+
+    def __format__(self, _: str) -> str:
+        raise TypeError("no number")
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        "get_tracer",
+        "start_as_current_span",
+        "enter",
+        "exit",
+        "set_attributes",
+        "get_current_span",
+        "is_valid",
+        "",
+    ],
+)
+def test_what_only_pretends_to_be_opentelemetry_harms_nobody(
+    fails: str, broker: BrokerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some engines run with stand-ins for packages that they lack. It is said once, and then let alone."""
+    monkeypatch.setattr(spans, "tracing", type(spans.tracing)())
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", Pretender(fails))
+    with mmbroker.connect(broker.directory) as client:
+        for i in range(3):
+            client.put(torch.full((4,), i)).drop()
+        with pytest.raises(PoolFull):
+            client.put(torch.zeros(128 << 20, dtype=torch.uint8))
+    assert spans.tracing.broken
+    assert sum("OpenTelemetry failed" in record.message for record in caplog.records) == 1
