@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final
 
 from mmbroker.proto.messages import Call, Create, Created, Failed, Found, Hit, Leased, Lookup, Reply, Seal
@@ -84,23 +85,42 @@ class _Tracing:
 tracing = _Tracing()
 
 
+@cache
+def _tracer_of(provider: Any) -> Any:
+    return provider.get_tracer("mmbroker")
+
+
 def _tracer() -> Any:
-    return tracing.trace().get_tracer("mmbroker")
+    """Of this process, if it has OpenTelemetry set up: asked each time, because that may come late. None: it has not."""
+    trace = tracing.trace()
+    if trace is None:
+        return None
+    with tracing.guard():
+        provider = trace.get_tracer_provider()
+        if type(provider).__name__ != "ProxyTracerProvider":  # imported, and not set up
+            return _tracer_of(provider)
+    return None
 
 
-@contextmanager
-def span(name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
+def span(name: str, **attributes: Any) -> AbstractContextManager[dict[str, Any]]:
     """Around one step of a client: text, numbers or None; more of them may be added to what this yields.
 
     An exception that leaves it is noted, as OpenTelemetry does.
     """
-    if tracing.trace() is None or (dropped := budget.take()) is None:
-        yield {}
-        return
+    tracer = _tracer()
+    if tracer is None or (dropped := budget.take()) is None:
+        return nullcontext({})
+    return _recorded(tracer, name, attributes, dropped)
+
+
+@contextmanager
+def _recorded(
+    tracer: Any, name: str, attributes: dict[str, Any], dropped: int
+) -> Iterator[dict[str, Any]]:
     stack = ExitStack()
     made = None
     with tracing.guard():
-        made = stack.enter_context(_tracer().start_as_current_span(f"mmbroker.{name}"))
+        made = stack.enter_context(tracer.start_as_current_span(f"mmbroker.{name}"))
     error: BaseException | None = None
     try:
         yield attributes
@@ -116,10 +136,9 @@ def span(name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
 
 def context() -> str:
     """The caller's place in its trace, as W3C's ``traceparent``; empty: it has none, or is not recorded."""
-    trace = tracing.trace()
-    if trace is not None:
+    if _tracer() is not None:
         with tracing.guard():
-            here = trace.get_current_span().get_span_context()
+            here = tracing.trace().get_current_span().get_span_context()
             if here.is_valid and here.trace_flags.sampled:
                 return f"00-{here.trace_id:032x}-{here.span_id:016x}-01"
     return ""
