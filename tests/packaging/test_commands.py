@@ -26,7 +26,7 @@ ELSEWHERE = {
     r"(\S*/)?pytest .*": "this is one",
     r"python3 -m venv venv": "`test_wheel` makes an environment",
     r"(\S*/)?pip install .*": "needs an index; `test_wheel` installs the wheel with what it needs",
-    r"(\w+=\S+ )*python -m sglang\.launch_server .*": "needs a model; `tests/sglang` starts it with these flags",
+    r"(\w+=\S+ )*(python -m sglang\.launch_server|vllm serve) .*": "needs a model; each engine's tests start it",
     r"mmbroker top": "needs a terminal; `cli/test_top` has one",
     r"mmbroker bench": "takes minutes; `cli/test_bench` runs its short form",
     r"mmbroker profile PID": "needs an engine; `sglang/test_serving` and `cli/test_profile` have one",
