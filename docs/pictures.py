@@ -119,15 +119,17 @@ def main() -> None:
             try:
                 time.sleep(SECONDS)
                 picture_top(Path(root, "demo"))
-                for name, width, height, dark, whole in (
-                    ("page.png", 1200, 960, False, False),
-                    ("page-dark.png", 1200, 620, True, False),
-                    ("page-phone.png", 390, 844, True, False),
+                for name, width, height, dark, part in (
+                    ("page.png", 1200, 960, False, "who"),
+                    ("page-segments.png", 1200, 620, False, "segments"),
+                    ("page-dark.png", 1200, 620, True, "who"),
+                    ("page-phone.png", 390, 844, True, "who"),
                 ):
                     with Browser(width, height, dark) as browser:
                         browser.open(found.group())
                         browser.until("rows.length > 10", "some rows")
-                        browser.picture(DOCS / name, whole)
+                        browser.value(f"document.getElementById('{part}').parentElement.scrollIntoView()")
+                        browser.picture(DOCS / name, whole=False)
             finally:
                 crowd.close()
                 process.terminate()
