@@ -91,7 +91,7 @@ def _tracer_of(provider: Any) -> Any:
 
 
 def _tracer() -> Any:
-    """Of this process, if it has OpenTelemetry set up: asked each time, because that may come late. None: it has not."""
+    """Of this process, if it has OpenTelemetry set up by now; else None."""
     trace = tracing.trace()
     if trace is None:
         return None
@@ -114,9 +114,7 @@ def span(name: str, **attributes: Any) -> AbstractContextManager[dict[str, Any]]
 
 
 @contextmanager
-def _recorded(
-    tracer: Any, name: str, attributes: dict[str, Any], dropped: int
-) -> Iterator[dict[str, Any]]:
+def _recorded(tracer: Any, name: str, attributes: dict[str, Any], dropped: int) -> Iterator[dict[str, Any]]:
     stack = ExitStack()
     made = None
     with tracing.guard():
