@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mmbroker import doctor
+from mmbroker.check import FINE
 from mmbroker.proto import messages as m
 from tests.conftest import StartBroker
 from tests.kit import BrokerProcess, Puppet, RawClient, eventually
@@ -190,6 +194,38 @@ def test_untraceable_clients_are_told_apart(start_broker: StartBroker, puppet: S
     status = eventually(lambda: (s := broker.status()) and not others(s) and s, "the session's end")
     assert status["counters"]["slots_abandoned"] == 1
     assert status["leases"] == 0
+
+
+#: As in a container of its own.
+CONTAINED = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child=SIGTERM"]
+
+
+def inside(process: subprocess.Popen[Any]) -> int:
+    """Its only child, as it is seen from here."""
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+
+
+@pytest.mark.parametrize("contained", ["client", "broker", "both"])
+def test_pid_namespaces_of_their_own(start_broker: StartBroker, puppet: StartPuppet, contained: str) -> None:
+    """Broker and client see each other under another number, or none. Where the kernel has SO_PEERPIDFD it tells of a
+    process's end all the same; elsewhere what a client could touch never comes back, and it is said so."""
+    broker = start_broker(prefix=CONTAINED if contained != "client" else [])
+    client = puppet(prefix=CONTAINED if contained != "broker" else [])
+    client(f"from tests.server.items import lease_one; c = RawClient(Path({str(broker.directory)!r}))")
+    client("lease_one(c, 1 << 20)")
+    (session,) = others(broker.status())
+    assert session["traceable"] == (doctor.pidfd().state == FINE)
+    client("c.close()")
+    if session["traceable"]:
+        eventually(lambda: broker.status()["quarantined"] == MIB, "a ghost")
+        os.kill(client.pid if contained == "broker" else inside(client.process), signal.SIGKILL)
+        client.process.wait()
+        eventually(lambda: broker.status()["pool"]["used"] == 0, "its end")
+    else:
+        eventually(lambda: broker.status()["counters"].get("slots_abandoned") == 1, "a slot that is lost")
+    if contained != "client":
+        os.kill(inside(broker.process), signal.SIGTERM)  # the one outside hears no signals
+        assert broker.wait() == 0
 
 
 def test_many_come_and_go(broker: BrokerProcess, puppet: StartPuppet) -> None:
