@@ -34,6 +34,7 @@ ELSEWHERE = {
     r"kubectl .*": "needs a cluster; `test_deployments` checks its file",
     r"(cp deploy/.*|systemctl .*)": "changes the machine; `test_deployments` has systemd check the units",
     r"python (bench/|-m bench\.).*": "takes minutes, or a GPU, or a model; `tests/bench` runs their short forms",
+    r"\.venv/bin/python docs/.*": "writes into the tree; `test_documents` compares what it would write",
     r"ssh .*": "needs another machine",
 }
 
