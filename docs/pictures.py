@@ -120,15 +120,16 @@ def main() -> None:
                 time.sleep(SECONDS)
                 picture_top(Path(root, "demo"))
                 for name, width, height, dark, part in (
-                    ("page.png", 1200, 960, False, "who"),
+                    ("page.png", 1200, 960, False, None),
                     ("page-segments.png", 1200, 620, False, "segments"),
-                    ("page-dark.png", 1200, 620, True, "who"),
-                    ("page-phone.png", 390, 844, True, "who"),
+                    ("page-dark.png", 1200, 620, True, None),
+                    ("page-phone.png", 390, 844, True, None),
                 ):
                     with Browser(width, height, dark) as browser:
                         browser.open(found.group())
                         browser.until("rows.length > 10", "some rows")
-                        browser.value(f"document.getElementById('{part}').parentElement.scrollIntoView()")
+                        if part is not None:
+                            browser.value(f"document.getElementById('{part}').parentElement.scrollIntoView()")
                         browser.picture(DOCS / name, whole=False)
             finally:
                 crowd.close()
