@@ -13,8 +13,11 @@ from urllib.parse import unquote
 
 import click
 import pytest
+import yaml
 
+from mmbroker import config
 from mmbroker.cli import main
+from mmbroker.config import Settings
 from tests.kit import BrokerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +104,28 @@ def test_the_readmes_program_runs(broker: BrokerProcess, tmp_path: Path) -> None
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "torch.Size([4096, 1176])\n"
+
+
+def test_settings_that_are_shown_are_ones(tmp_path: Path) -> None:
+    """Files as the documents print them; variables that stand in running text."""
+    blocks = [
+        text for page in PAGES for text in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
+    assert blocks
+    for number, text in enumerate(blocks):
+        file = tmp_path / f"{number}.toml"
+        file.write_text(text)
+        Settings.resolve({}, {}, file)
+    known = {f"MMBROKER_{name.upper()}" for name in (*Settings.__struct_fields__, *config._LIMITS)}
+    known |= set(re.findall(r"`(MMBROKER_\w+)`", (ROOT / "docs" / "settings.md").read_text()))
+    told = {name for page in PAGES for name in re.findall(r"\b(MMBROKER_[A-Z_]+)\b", page.read_text())}
+    assert told - known == {"MMBROKER_TORCH", "MMBROKER_TEST_EXAMPLES"} & told, "variables that nothing reads"
+
+
+def test_configuration_of_others_is_well_formed() -> None:
+    for page in PAGES:
+        for text in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
+            assert isinstance(yaml.safe_load(text), dict)
 
 
 def test_reasons_of_fallbacks_are_explained() -> None:
