@@ -103,7 +103,7 @@ class Ledger(Claims):
             client.kept.discard(number)
             hold = self.holds.get(number)
             own = (client.opened.namespace, client.engine)
-            if hold is None or own != (hold.claim.namespace, hold.read_by):
+            if hold is None or client.engine is None or own != (hold.claim.namespace, hold.read_by):
                 return
         else:
             hold = self.holds[number]
