@@ -209,8 +209,8 @@ def test_the_report_stays_short_however_much_is_stuck() -> None:
     """The oldest first; what is left out is younger."""
     shell = Shell(pages=8, segment=8)
     shell.client("holder").put(item("held", 8))
-    for name in range(40):
-        shell.client(namespace=f"n{name}").create(item(name), timeout=60.0)
+    for waiter in reversed([shell.client(namespace=f"n{n}") for n in range(40)]):
+        waiter.create(item("x"), timeout=60.0)
         shell.advance(0.125)
     shell.advance(2.0)
     sentences = health(shell)["stuck"]
