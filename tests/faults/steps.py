@@ -297,7 +297,7 @@ def install_client() -> None:
 
     asked = threading.local()
 
-    def ask(_connection: Any, _seq: int, _timeout: float, body: Any) -> str:
+    def ask(_connection: Any, _seq: int, _timeout: float, body: Any, *_: Any) -> str:
         asked.kind = _kind(body)
         return f"{asked.kind}.ask"
 
