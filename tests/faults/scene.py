@@ -444,7 +444,7 @@ class Life:
         self._check(self.ask("producer", "put", seeds=seeds, sizes=sizes, to=self._to()), seeds, sizes)
         self.ask("producer", "lease", seed=next(self.seeds), nbytes=5000)
         self.shaken = True
-        for name in ("producer", "engine"):
+        for name in ("engine", "producer"):  # so that the engine still has entries when it comes back
             before = self.ask(name, "reconnects")
             self.ask(name, "cut", which="lifeline")
             if before is not None:
