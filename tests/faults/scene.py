@@ -411,6 +411,16 @@ class Life:
         for name in ("producer", "engine"):
             self.seen[name] = self.ask(name, "seen") or []
             self.ask(name, "close")
+            self._has_left(name)
+
+    def _has_left(self, name: str) -> None:
+        """Its session is over, also while its process and a forked child of it live."""
+        if name not in self.dead and (self.role != "broker" or self.tripped):
+            called = {"producer": "producer", "engine": "engine-a"}[name]
+            eventually(
+                lambda: called not in {session["name"] for session in self.stage.status()["sessions"]},
+                f"the end of the {name}'s session",
+            )
 
     def _features(self) -> tuple[list[int], list[int]]:
         sizes = [0, 1, *(self.random.randint(2, 400_000) for _ in range(2))]
