@@ -1,8 +1,9 @@
 """Health means progress: is work pending that does not get on, and what is it stuck on?
 
-Pending are calls that wait (for room, for an engine's budget, for a key's writer, for acknowledgements) and grants that
-a rank has not acknowledged. Finished is what moves them: a feature delivered, a grant acknowledged, a hold closed, a
-waiting call served. Answers to `status` and refusals are neither, so that asking does not look like progress.
+Pending are calls that wait (for room, for a budget, for a key's writer), and grants that a rank has not acknowledged,
+whether or not a call still waits for that. Finished is what moves them: a feature delivered, a grant acknowledged, a
+hold closed, a waiting call served. Answers to `status` and refusals are neither, so that asking does not look like
+progress.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def health(broker: Broker, now: float) -> dict[str, Any]:
     something finished last (or the first event came, if nothing has), both in seconds.
     """
     books = broker.books
-    pending = [*_calls(broker), *_silences(broker)]
+    pending = [*(request.since for request in _waiting(broker)), *_silences(broker)]
     oldest = max((now - since for since in pending), default=0.0)
     finished = now - (books.finished if books.finished is not None else now)
     ok = min(oldest, finished) < broker.limits.stuck_after
@@ -45,15 +46,6 @@ def health(broker: Broker, now: float) -> dict[str, Any]:
 def _waiting(broker: Broker) -> Iterator[Request]:
     for session in broker.books.sessions.values():
         yield from session.requests.values()
-
-
-def _calls(broker: Broker) -> Iterator[float]:
-    """Since when each call waits."""
-    for request in _waiting(broker):
-        yield request.since
-    for session in broker.books.sessions.values():
-        for ticket in session.tickets.values():
-            yield ticket.since
 
 
 def _silences(broker: Broker) -> Iterator[float]:

@@ -188,14 +188,10 @@ class Holds:
     def kept(self, session: Session, numbers: Iterable[int]) -> None:
         """A rank has attached anew, and its table still has what was granted to sessions that it lost. It does not know
         when their requests are over: it is told. That settles nothing; its process's end does, or `Released`."""
+        engine = session.engine
         for number in numbers:
             hold = self.open.get(number)
-            if (
-                hold is None
-                or hold.over
-                or session.engine is None
-                or session.engine is not self._engine(hold)
-            ):
+            if hold is None or hold.over or engine is None or self._engine(hold) is not engine:
                 self.books.out.dismiss(session.number, number)
             else:
                 session.kept.add(number)

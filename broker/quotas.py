@@ -123,7 +123,7 @@ class Quotas:
             (demand.count, session.features, limits.client_budget_features),
             (nbytes, session.nbytes, limits.client_budget_bytes),
         ):
-            if most and wants and used + wants > most:
+            if most and used + wants > most:
                 return Wait.CLIENT
         engine = request.engine
         if engine is None:

@@ -298,6 +298,7 @@ class Broker:
         engine = session.engine
         if engine is not None:
             session.engine = None
+            session.kept.clear()
             del engine.ranks[session.rank]
             if not engine.ranks:
                 del self.books.engines[engine.namespace, engine.name]

@@ -51,18 +51,15 @@ class Theatre:
 
     def __init__(self) -> None:
         self._stage: Stage | None = None
-        self._earlier: Counter[str] = Counter()  # of the stages before
 
-    def longest(self) -> Counter[str]:
-        """The longest that anything took on any stage, in milliseconds."""
-        return self._earlier | (self._stage.longest if self._stage else Counter())
-
-    def play(self, role: str, step: str, action: str, seed: int) -> None:
-        """One life with one fault. What went wrong is raised, with the log of the broker and of its clients."""
+    def play(self, role: str, step: str, action: str, seed: int) -> Counter[str]:
+        """One life with one fault, and the longest that anything took in it, in milliseconds. What went wrong is
+        raised, with the log of the broker and of its clients."""
         if self._stage is None:
             self._stage = Stage()
             self._stage.start()
             self._stage.bystanders()
+        self._stage.longest = Counter()
         try:
             with Life(self._stage, role, step, action, seed) as life:
                 life.live()
@@ -71,9 +68,9 @@ class Theatre:
             error.add_note(f"{role}:{step}:{action}, seed {seed}\n{self._stage.log.read_text()[-4000:]}")
             self.close()
             raise
+        return self._stage.longest
 
     def close(self) -> None:
-        self._earlier = self.longest()
         stage, self._stage = self._stage, None
         if stage is not None:
             stage.close()
@@ -81,15 +78,17 @@ class Theatre:
 
 def play(faults: list[Fault], seed: int, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Try these faults out, all of them. What came of it is told after each: how many there are and how many were
-    tried, each one's time in milliseconds, the errors, and the longest that anything took."""
+    tried, each one's time in milliseconds, the errors, and the longest that anything took, with the fault."""
     theatre, started = Theatre(), time.monotonic()
     found: dict[str, Any] = {"faults": len(faults), "seed": seed, "tried": 0, "failed": {}}
     by_action: Counter[str] = Counter()
     took: dict[str, int] = {}
+    longest: dict[str, tuple[int, str]] = {}
     for fault in faults:
         name, before = ":".join(fault), time.monotonic()
         try:
-            theatre.play(*fault, seed)
+            for what, ms in theatre.play(*fault, seed).items():
+                longest[what] = max(longest.get(what, (0, "")), (ms, name))
         except Exception as error:
             traceback.print_exc()
             found["failed"][name] = f"{type(error).__name__}: {error}"[:2000]
@@ -99,7 +98,7 @@ def play(faults: list[Fault], seed: int, note: Callable[[dict[str, Any]], None])
             "tried": len(took),
             "seconds": round(time.monotonic() - started, 1),
             "by_action": dict(by_action),
-            "longest_ms": dict(theatre.longest()),
+            "longest_ms": longest,
             "took_ms": took,
         }
         note(found)

@@ -411,6 +411,16 @@ class Life:
         for name in ("producer", "engine"):
             self.seen[name] = self.ask(name, "seen") or []
             self.ask(name, "close")
+            self._has_left(name)
+
+    def _has_left(self, name: str) -> None:
+        """Its session is over, also while its process and a forked child of it live."""
+        if name not in self.dead and (self.role != "broker" or self.tripped):
+            called = {"producer": "producer", "engine": "engine-a"}[name]
+            eventually(
+                lambda: called not in {session["name"] for session in self.stage.status()["sessions"]},
+                f"the end of the {name}'s session",
+            )
 
     def _features(self) -> tuple[list[int], list[int]]:
         sizes = [0, 1, *(self.random.randint(2, 400_000) for _ in range(2))]
@@ -444,7 +454,7 @@ class Life:
         self._check(self.ask("producer", "put", seeds=seeds, sizes=sizes, to=self._to()), seeds, sizes)
         self.ask("producer", "lease", seed=next(self.seeds), nbytes=5000)
         self.shaken = True
-        for name in ("producer", "engine"):
+        for name in ("engine", "producer"):  # so that the engine still has entries when it comes back
             before = self.ask(name, "reconnects")
             self.ask(name, "cut", which="lifeline")
             if before is not None:

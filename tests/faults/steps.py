@@ -106,6 +106,8 @@ ENGINE = [
     "munmapped",
     "lost",
     "lost.told",
+    "kept.ask",
+    "kept.sent",
     "released.ask",
     "released.sent",
     "done.came",
@@ -174,6 +176,8 @@ BROKER = [
     "retired.notified",
     "ended",
     "ended.handled",
+    "kept",
+    "kept.handled",
     "released",
     "released.handled",
     "done.respond",
@@ -297,7 +301,7 @@ def install_client() -> None:
 
     asked = threading.local()
 
-    def ask(_connection: Any, _seq: int, _timeout: float, body: Any) -> str:
+    def ask(_connection: Any, _seq: int, _timeout: float, body: Any, *_: Any) -> str:
         asked.kind = _kind(body)
         return f"{asked.kind}.ask"
 

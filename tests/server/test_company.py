@@ -106,6 +106,19 @@ def test_many_dismissals(producer: RawClient, rank: RawClient, count: int) -> No
     assert isinstance(producer.answer(seq), m.Found)
 
 
+def test_very_many_dismissals_go_at_once(producer: RawClient, rank: RawClient) -> None:
+    """Nor are they added to a grant's message, which has a limit."""
+    put(producer, b"x" * 32)
+    numbers = [hold(producer, rank, b"x" * 32) for _ in range(_DISMISSALS + 1)]
+    producer.cast(m.Drop(numbers))
+    seq = ask_for(producer, b"x" * 32)
+    assert rank.notice(m.Dismissed).holds == numbers
+    granted = rank.notice(m.Granted)
+    assert granted.dismissed == []
+    rank.cast(m.Ack([granted.grants[0].ref.hold]))
+    assert isinstance(producer.answer(seq), m.Found)
+
+
 def test_they_do_not_wait_while_somebody_waits_for_room(start_broker: Callable[..., BrokerProcess]) -> None:
     """The arena is full: what ends now is what a create waits for."""
     broker = start_broker(host_mib=8, segment_mib=8)

@@ -190,6 +190,7 @@ def test_no_number_of_anothers_does_anything(broker: BrokerProcess, kind: Any) -
         rank.cast(m.Ack([grant.ref.hold]))
         assert isinstance(owner.answer(seq), m.Sealed)
         assert isinstance(owner.call(m.Seal([m.Sealing(open_lease.lease)])), m.Sealed)
+        rank.call(m.Status())  # it has heard everything that was said before
         assert not [notice for notice in rank.notices if isinstance(notice, m.Dismissed)]
 
 

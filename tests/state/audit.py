@@ -106,6 +106,8 @@ def holders(broker: Broker) -> None:
         assert all(broker.holds.open[n] is hold and not hold.over for n, hold in session.holds.items())
         assert all(broker.holds.open[n] is hold for n, hold in session.grants.items())
         assert session.unacked.keys() <= session.grants.keys()
+        assert all(n in broker.holds.open and not broker.holds.open[n].over for n in session.kept)
+        assert session.engine is not None or not session.kept
         assert len(session.answers) <= books.limits.answers_kept
         for number, what in session.pins.items():
             assert not isinstance(what, Feature) or number in what.pins

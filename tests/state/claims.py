@@ -155,6 +155,7 @@ class Claims:
                 self._released(client, old)
             case m.Detach():
                 client.engine = None
+                client.kept.clear()
         return None
 
     def _rank_says(self, session: int, number: int, word: str) -> None:

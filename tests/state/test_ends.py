@@ -212,10 +212,10 @@ def test_nobody_learns_of_another_engines_holds() -> None:
         stranger.attach(engine)
         stranger.cast(m.Kept([living.hold, over.hold, 10**6]))
         assert stranger.told == {living.hold, over.hold, 10**6}
-    unattached = shell.client()
-    unattached.cast(m.Kept([living.hold]))
-    assert unattached.told == {living.hold}
-    assert shell.report()["holds"] == 1
+    unattached, (for_none,) = shell.client(), peer.put(item("z"))
+    unattached.cast(m.Kept([living.hold, for_none.hold]))
+    assert unattached.told == {living.hold, for_none.hold}
+    assert shell.report()["holds"] == 2
 
 
 def test_being_told_keeps_nothing() -> None:
@@ -225,13 +225,18 @@ def test_being_told_keeps_nothing() -> None:
     first, second = shell.engine(world=2)
     (ref,) = peer.put(item("x", 4), to="engine")
     late = shell.client(pid=first.pid)
+    late.prompt = True
     first.end(alive=False)
     late.attach("engine", 0, 2)
     for _ in range(2):
         late.cast(m.Kept([ref.hold]))
+    (other,) = peer.put(item("y", 0), to="engine")
+    late.cast(m.Kept([other.hold]))
     peer.drop(ref)
     assert late.told == {ref.hold}
-    assert not second.entries
+    assert not second.entries.keys() - {other.hold}
+    late.ask(m.Detach())
+    peer.drop(other)
     assert shell.report()["holds"] == 0
 
 

@@ -80,6 +80,21 @@ def test_one_wait_is_no_matter_while_others_get_on() -> None:
     fine(shell)
 
 
+def test_a_call_that_is_served_is_progress_for_all() -> None:
+    """Nothing else has finished: a lease was given back."""
+    shell = Shell(pages=8, segment=8)
+    writer, small, large = (shell.client() for _ in range(3))
+    lease, _ = writer.lease(item("a", 4), item("b", 4))
+    served = small.create(item("x", 4), timeout=60.0)
+    large.create(item("y", 8), timeout=60.0)
+    shell.advance(3.0)
+    stuck(shell, "2 calls wait")
+    writer.abort(lease)
+    assert kinds(small, served) == ["Leased"]
+    assert health(shell)["oldest_pending_s"] == 3.0
+    fine(shell)
+
+
 @pytest.mark.parametrize(
     "noise",
     [
@@ -110,9 +125,11 @@ def test_a_rank_that_does_not_acknowledge_is_named_with_its_oldest_feature() -> 
     producer.put(item("before"), to="engine")
     ranks[5].prompt = False
     producer.seal(producer.lease(item("x")), "engine", timeout=60.0)
-    shell.advance(2.5)
+    shell.advance(0.5)
+    producer.seal(producer.lease(item("y")), "engine", timeout=60.0)
+    shell.advance(2.0)
     stuck(
-        shell, "rank 5 (pid 10006)", "'engine'", "feature 2 (1 in all)", "for 2.5 s", "stopped or overloaded"
+        shell, "rank 5 (pid 10006)", "'engine'", "feature 2 (2 in all)", "for 2.5 s", "stopped or overloaded"
     )
     assert len(health(shell)["stuck"]) == 1
     ranks[5].ack()
@@ -145,9 +162,10 @@ def test_whoever_writes_a_key_is_named() -> None:
     writer, waiter = shell.client("writer"), shell.client("waiter")
     writer.lease(item("x", kind=Kind.DERIVED))
     waiter.create(item("x", kind=Kind.DERIVED), timeout=60.0)
+    shell.advance(1.0)
     waiter.create(item("x", kind=Kind.DERIVED), timeout=60.0)
-    shell.advance(4.0)
-    stuck(shell, "2 calls wait", "'writer-1' (pid 10001) must seal the same key first")
+    shell.advance(3.0)
+    stuck(shell, "2 calls wait", "for 4.0 s", "'writer-1' (pid 10001) must seal the same key first")
 
 
 def test_an_engines_budget_is_named() -> None:
@@ -188,9 +206,13 @@ def test_how_long_is_a_setting() -> None:
 
 
 def test_the_report_stays_short_however_much_is_stuck() -> None:
+    """The oldest first; what is left out is younger."""
     shell = Shell(pages=8, segment=8)
     shell.client("holder").put(item("held", 8))
-    for name in range(40):
-        shell.client(namespace=f"n{name}").create(item(name), timeout=60.0)
-    shell.advance(3.0)
-    assert len(health(shell)["stuck"]) == 16
+    for waiter in reversed([shell.client(namespace=f"n{n}") for n in range(40)]):
+        waiter.create(item("x"), timeout=60.0)
+        shell.advance(0.125)
+    shell.advance(2.0)
+    sentences = health(shell)["stuck"]
+    assert len(sentences) == 16
+    assert all(f"for {7 - n / 8:.1f} s" in sentence for n, sentence in enumerate(sentences)), sentences

@@ -47,6 +47,20 @@ def test_a_client_over_its_budget_waits_for_itself_only(budget: dict[str, int]) 
     assert shell.counters()["waits_client"] == 2
 
 
+def test_a_client_does_not_overtake_itself() -> None:
+    shell = Shell(client_budget_features=4)
+    peer = shell.client()
+    held = peer.put(item("a"), item("b"), item("c"))
+    first = peer.create(item("x"), item("y"), timeout=60.0)
+    second = peer.create(item("z"), timeout=60.0)
+    assert not {first, second} & set(peer.answers), "there is room for the second"
+    peer.drop(held[0])
+    assert kinds(peer, first) == ["Leased"] * 2
+    assert second not in peer.answers
+    peer.drop(held[1])
+    assert kinds(peer, second) == ["Leased"]
+
+
 def test_leases_count_as_holds_do() -> None:
     shell = Shell(client_budget_features=2)
     peer = shell.client()
@@ -102,6 +116,17 @@ def test_a_wait_for_ones_own_budget_ends_at_its_deadline(
     for word in ("'agent-1'", words, "end some of its requests", "`client_budget_"):
         assert word in failure.message
     assert shell.counters()["expired_client"] == 1
+
+
+def test_what_waits_before_it_counts_as_if_the_client_had_it() -> None:
+    """Else the figures would say that there is room."""
+    shell = Shell(client_budget_features=3)
+    peer = shell.client()
+    peer.put(item("x"), item("y"))
+    peer.create(item("a"), item("b"), timeout=60.0)
+    seq = peer.create(item("c"), timeout=2.0)
+    shell.advance(2.0)
+    assert failed(peer, seq, "QuotaExceeded").figures == {"requested": 1, "used": 4, "limit": 3}
 
 
 def test_what_no_budget_fits_is_refused_at_once() -> None:
@@ -258,8 +283,8 @@ def test_bytes_of_one_namespace() -> None:
     (held,) = one.put(item("x", 2))
     quota(two, m.Create([item("idle", 4)]), 4 * PAGE, 2 * PAGE, 4 * PAGE, "namespace_mib")
     quota(two, m.Create([item("y", 3)]), 3 * PAGE, 2 * PAGE, 4 * PAGE, "namespace_mib")
-    assert hit(two, item("x", 2)), "it is in use already"
     two.put(item("y", 2))
+    assert hit(two, item("x", 2)), "it is in use already"
     other.put(item("z", 4))
     by_name = {n["namespace"]: n for n in shell.report()["namespaces"]}
     assert (by_name["a"]["bytes"], by_name["a"]["bytes_limit"], by_name["a"]["features"]) == (
