@@ -331,7 +331,8 @@ class Client:
         if not keys:
             return []
         call = PromiseCall([as_key(key) for key in keys], to, private)
-        answer, connection = self._own.ask(call, Promised, timeout)
+        with spans.span("promise", features=len(keys), to=to, client=self._link.name):
+            answer, connection = self._own.ask(call, Promised, timeout)
         got: list[Held | Promise | None] = []
         for key, result in zip(call.keys, answer.results, strict=True):
             match result:
