@@ -53,7 +53,7 @@ CONSUMER: Final = (
     "items",
     "takes",
     "releases",
-    "encoded",  # features that an encoder read, of those that are read late
+    "encoded",  # features that an encoder read, of those that are read late; with MMBROKER_MEASURE of SGLang's, too
     "moved",  # of these, copied to the encoder's device by the thread that runs it
     "misses",
     "errors",  # requests failed by this plugin

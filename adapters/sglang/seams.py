@@ -192,6 +192,7 @@ def install(broker: bool, measured: bool, main: bool) -> None:
     wanted: Hooks = {**_COMMON, **found.hooks} if broker else {key: _COMMON[key] for key in _MEASURED}
     if measured:
         wanted.update(_TIMED)
+        wanted.setdefault((_UTILS, "embed_mm_inputs"), encoding.count)
     if main:
         for module in (_TOKENIZER, *found.launcher):
             importlib.import_module(module)

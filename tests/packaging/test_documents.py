@@ -45,7 +45,9 @@ def commands() -> list[tuple[str, list[str]]]:
     found: list[tuple[str, list[str]]] = []
     for page in PAGES:
         text = page.read_text()
-        lines = re.findall(r"(?:^    (?:\S*/)?|`(?:\S*/)?|\$\()mmbroker((?: [^`\n#|)]+)?)", text, re.MULTILINE)
+        lines = re.findall(
+            r"(?:^    (?:\S*/)?|`(?:\S*/)?|\$\()mmbroker((?: [^`\n#|)]+)?)", text, re.MULTILINE
+        )
         for line in lines:
             words = shlex.split(line.replace("...", ""))
             if words and not words[0].startswith("-"):
