@@ -105,6 +105,11 @@ class Broker:
         told: dict[str, Any] = json.loads(shown.stdout)
         return told
 
+    def evict(self) -> None:
+        """Drop every feature that nobody holds."""
+        command = [sys.executable, "-m", "mmbroker", "evict"]
+        subprocess.run(command, env=self._environ, stdout=subprocess.DEVNULL, check=True, timeout=PATIENCE)
+
     def kill(self) -> None:
         """End it without a chance to say so."""
         self._process.kill()

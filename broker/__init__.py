@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from . import aio
     from .client import Client, connect
     from .entry import Use
-    from .handles import Held, Hit, Lease
+    from .handles import Held, Hit, Lease, Promise
     from .table import FeatureTable
     from .tensors import digest
 
@@ -94,6 +94,7 @@ __all__ = [
     "NoSuchEngine",
     "PermissionDenied",
     "PoolFull",
+    "Promise",
     "ProtocolError",
     "QuotaExceeded",
     "Reference",
@@ -115,6 +116,7 @@ _HOMES = {
     "Hit": "handles",
     "Key": "proto.keys",
     "Lease": "handles",
+    "Promise": "handles",
     "Reference": "proto.reference",
     "Use": "entry",
     "connect": "client",

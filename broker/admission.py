@@ -8,13 +8,14 @@ of a key (single flight).
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from itertools import count
-from typing import Final
+from typing import Any, Final
 
 from mmbroker.proto.errors import InvalidMessage
 from mmbroker.proto.form import check_form
-from mmbroker.proto.keys import Kind
-from mmbroker.proto.messages import Created, Failed, Found, Hit, Item, Leased, Pending, Result
+from mmbroker.proto.keys import Key, Kind
+from mmbroker.proto.messages import Created, Due, Failed, Found, Hit, Item, Leased, Pending, Promised
 
 from .arena.allocator import round_up
 from .books import Books
@@ -25,6 +26,9 @@ from .quotas import Demand, Quotas
 from .records import Engine, Feature, Hold, Place, Request, Session, Wait
 from .room import Room
 
+_NO_PROMISE: Final = (
+    "promise {} is not open under that key: it was kept, given back, or never yours; ask again"
+)
 _DRAINING: Final = "the broker is draining and takes no new work: send another way until it is back"
 
 
@@ -45,9 +49,12 @@ class Admission:
 
     def submit(
         self, session: Session, seq: int, items: list[Item], engine: Engine | None, private: bool, now: float,
-        deadline: float, lookup: bool = False, tier: str = "host",
+        deadline: float, lookup: bool = False, tier: str = "host", promise: bool = False,
     ) -> None:  # fmt: skip
-        """Serve a create or a lookup, now or when what it waits for is there; answered by `deadline` in any case."""
+        """Serve a create or a lookup, now or when what it waits for is there; answered by `deadline` in any case.
+
+        `promise`: a lookup that is promised what is missing, or waits for whoever makes it.
+        """
         refusal = self._refusal(session, items, tier, lookup)
         if refusal is not None:
             self.books.respond(session, seq, refusal)
@@ -55,7 +62,7 @@ class Admission:
         distinct = {item.key: round_up(item.form.nbytes) for item in items}
         request = Request(
             next(self._numbers), session.number, seq, session.namespace, items, engine, private, now,
-            sum(distinct.values()), tier, lookup,
+            sum(distinct.values()), tier, lookup, promise,
         )  # fmt: skip
         request.wants = (len(items), request.nbytes)
         session.requests[seq] = request
@@ -96,11 +103,15 @@ class Admission:
         if request.engine is not None and not request.engine.complete:  # it went away while this waited
             self._finish(request, books.no_such_engine(request.namespace, request.engine.name))
             return True
+        promises = books.sessions[request.session].promises
         found: list[Feature | None] = []
         fresh: dict[Place, Item] = {}
         flights: list[Place] = []
         for item in request.items:
             place = (request.namespace, item.key)
+            if item.promise and (item.promise not in promises or promises[item.promise].place != place):
+                self._finish(request, Failed("LeaseClosed", _NO_PROMISE.format(item.promise)))
+                return True
             feature = books.features.get(place)
             found.append(feature)
             if feature is not None:
@@ -108,9 +119,8 @@ class Admission:
                     books.counters["conflicts"] += 1
                     self._finish(request, conflict(feature.form, item.form.nbytes))
                     return True
-            elif not request.lookup and place not in fresh:
-                lasting = item.key.kind is Kind.DERIVED and not request.circular
-                if place in books.flights and (request.patient or lasting):
+            elif (request.promise or not request.lookup) and place not in fresh:
+                if not item.promise and place in books.flights and self._awaits(request, item.key):
                     flights.append(place)
                 else:
                     fresh[place] = item
@@ -123,7 +133,12 @@ class Admission:
         ):
             self._finish(request, unreachable)
             return True
-        demand = Demand([feature for feature in found if feature is not None], list(fresh.values()))
+        present = [feature for feature in found if feature is not None]
+        if request.promise:
+            demand = Demand(present, [], promised=len(fresh))
+        else:
+            kept = {item.promise for item in request.items if item.promise}
+            demand = Demand(present, list(fresh.values()), kept=len(kept))
         request.wants = (demand.count, demand.nbytes)
         if refused := self.quotas.refusal(request, demand):
             self._finish(request, refused)
@@ -131,6 +146,9 @@ class Admission:
         if budget := self.quotas.budget(request, demand):
             request.reason = budget
             return False
+        if request.promise:
+            self._commit(request, found, dict.fromkeys(fresh), now)
+            return True
         request.reason = Wait.ROOM
         if fresh and not may_allocate:
             return False
@@ -141,15 +159,21 @@ class Admission:
         self._commit(request, found, dict(zip(fresh, slots, strict=True)), now)
         return True
 
+    @staticmethod
+    def _awaits(request: Request, key: Key) -> bool:
+        """Does a request wait for a key's writer, rather than write it, too?"""
+        return request.promise or request.patient or (key.kind is Kind.DERIVED and not request.circular)
+
     def _commit(
-        self, request: Request, found: list[Feature | None], slots: dict[Place, Slot], now: float
+        self, request: Request, found: list[Feature | None], slots: Mapping[Place, Slot | None], now: float
     ) -> None:
-        """Hand out what was found and allocated."""
+        """Hand out what was found and allocated; a promise where there is no slot."""
         books = self.books
         session = books.sessions[request.session]
         if now > request.since:
             books.finished = now
-        results: list[Result | None] = []
+        results: list[Any] = []
+        fresh = dict(slots)
         holds: list[Hold] = []
         for item, feature in zip(request.items, found, strict=True):
             place = (request.namespace, item.key)
@@ -158,27 +182,35 @@ class Admission:
                 books.counters["hits"] += 1
                 hold = self.holds.claim(feature, session, request.engine, request.private, now)
                 holds.append(hold)
-                results.append(Hit(hold.reference(books.boot)))
-            elif (slot := slots.pop(place, None)) is not None:
+                results.append(Hit(hold.reference(books.boot), feature.extra))
+            elif place in fresh:
                 books.counters["misses"] += 1
-                results.append(self.leases.grant(session, item, slot, request.engine, now))
-            elif request.lookup:
+                slot = fresh.pop(place)
+                if slot is None:
+                    results.append(self.leases.promise(session, item.key))
+                else:
+                    results.append(self.leases.grant(session, item, slot, request.engine, now))
+            elif request.lookup and not request.promise:
                 books.counters["misses"] += 1
                 results.append(None)
             else:
                 results.append(Pending())
+        for promise in {item.promise for item in request.items if item.promise}:
+            self.leases.end_promise(session, promise, now)  # after its lease: the key's flight goes on
         if request.waited:
             books.figures.wait_seconds.observe(now - request.since)
         if not request.lookup:
             books.figures.create_items.observe(len(request.items))
         self._forget(request)
         deadline = request.timer.when if request.timer is not None else now
-        if request.lookup:
-            refs = [result.ref if isinstance(result, Hit) else None for result in results]
-            answer: Created | Found = Found(refs)
-        else:
-            answer = Created([result for result in results if result is not None])
+        answer: Created | Found | Promised = Promised(results) if request.promise else Created(results)
+        if request.lookup and not request.promise:
+            extras = [result.extra if result is not None else b"" for result in results]
+            answer = Found(
+                [None if hit is None else hit.ref for hit in results], extras if any(extras) else []
+            )
         leases = [result.lease for result in results if isinstance(result, Leased)]
+        leases += [result.promise for result in results if isinstance(result, Due)]
         self.holds.answer_when_acked(
             session,
             request.seq,
@@ -210,6 +242,8 @@ class Admission:
             return
         for place in request.flights:
             self.flying.setdefault(place, OrderedDict())[request.number] = request
+        if request.promise:
+            return  # for as long as the writers live, and its deadline allows
         request.circular = request.circular or self._circular(request)
         lasting = all(place[1].kind is Kind.DERIVED for place in request.flights) and not request.circular
         if request.patience is None and not lasting:

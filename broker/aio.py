@@ -21,7 +21,7 @@ from mmbroker.proto.keys import Key
 
 from . import client as blocking
 from . import handles
-from .handles import Held, Hit
+from .handles import Held, Hit, Promise
 from .table import FeatureTable
 
 #: Most calls of one client that wait at a time.
@@ -64,7 +64,7 @@ def _undo(undo: Callable[[Any], object], future: Future[Any]) -> None:
             undo(future.result())
 
 
-def _drop_all(held: Sequence[Held | None]) -> None:
+def _drop_all(held: Sequence[Held | Promise | None]) -> None:
     for one in held:
         if one is not None:
             one.drop()
@@ -89,8 +89,10 @@ class Lease:
     def tensor(self) -> torch.Tensor:
         return self._lease.tensor
 
-    async def seal(self, timeout: float | None = None) -> Held:
-        return await _run(self._pool, partial(self._lease.seal, timeout), lambda held: held.drop())
+    async def seal(self, timeout: float | None = None, *, extra: bytes = b"") -> Held:
+        return await _run(
+            self._pool, partial(self._lease.seal, timeout, extra=extra), lambda held: held.drop()
+        )
 
     def abort(self) -> None:
         self._lease.abort()
@@ -126,8 +128,13 @@ class Client:
     async def lookup_many(self, keys: Sequence[Key | bytes | str], **options: Any) -> list[Held | None]:
         return await self._run(partial(self.blocking.lookup_many, keys, **options), _drop_all)
 
+    async def get_or_promise(
+        self, keys: Sequence[Key | bytes | str], **options: Any
+    ) -> list[Held | Promise | None]:
+        return await self._run(partial(self.blocking.get_or_promise, keys, **options), _drop_all)
+
     async def get_or_create(
-        self, key: Key | bytes | str, shape: Sequence[int], dtype: torch.dtype | str, **options: Any
+        self, key: Key | Promise | bytes | str, shape: Sequence[int], dtype: torch.dtype | str, **options: Any
     ) -> Hit | Lease:
         call = partial(self.blocking.get_or_create, key, shape, dtype, **options)
         out = await self._run(call, lambda out: out.held.drop() if isinstance(out, Hit) else out.abort())

@@ -99,9 +99,9 @@ class Belongings:
 
     # --- holds and leases -------------------------------------------------------------------------------------------
 
-    def hold(self, key: Key, ref: Reference, connection: Connection) -> Held:
+    def hold(self, key: Key, ref: Reference, connection: Connection, extra: bytes = b"") -> Held:
         """A hold that the broker has just given."""
-        held = Held(self, key, ref, connection.session)
+        held = Held(self, key, ref, connection.session, extra)
         self._holds[held.session, ref.hold] = held
         return held
 
@@ -131,7 +131,12 @@ class Belongings:
         slots = [lease.end() for lease in leases]
         retained = [slot.retained for slot in slots]
         call = Seal(
-            [Sealing(slot.lease, kept) for slot, kept in zip(slots, retained, strict=True)], to, private
+            [
+                Sealing(slot.lease, kept, lease.extra)
+                for lease, slot, kept in zip(leases, slots, retained, strict=True)
+            ],
+            to,
+            private,
         )
         sealed: Sealed | None = None
         try:
@@ -141,7 +146,10 @@ class Belongings:
                 # After a failure they may be sealed or not: the word that does not fit is ignored.
                 unwritten = [] if sealed else [Abort([slot.lease])]
                 self.lease_over(slot, [*unwritten, *([Unpin([slot.lease])] if kept else [])])
-        return [self.hold(lease.key, ref, connection) for lease, ref in zip(leases, sealed.refs, strict=True)]
+        return [
+            self.hold(lease.key, ref, connection, lease.extra)
+            for lease, ref in zip(leases, sealed.refs, strict=True)
+        ]
 
     def lease_over(self, slot: Slot, words: list[Body]) -> None:
         """Tell the broker that a slot is ours no more, once the last tensor over it is gone. Never waits."""

@@ -13,7 +13,7 @@ from .arena.allocator import PAGE, round_up
 from .events import Discard, Effect, Limits, Notify, Respond, SendSegment
 from .figures import Figures
 from .pool import Pool, Segment, Slot
-from .records import Engine, Feature, Lease, Place, Replica, Session
+from .records import Engine, Feature, Lease, Place, Promise, Replica, Session
 from .timers import Timers
 
 #: Device segments come in whole pages of the GPU, which are 2 MiB on every one that can share them.
@@ -108,9 +108,9 @@ class Books:
         #: By tier and namespace, least recently used first, by generation.
         self.idle: dict[tuple[str, str], OrderedDict[int, Feature | Replica]] = {}
         self.idle_count = 0  # of features
-        self.claims: Counter[str] = Counter()  # open leases and holds, by namespace
+        self.claims: Counter[str] = Counter()  # open leases, promises and holds, by namespace
         self._rests = count(1)
-        self.flights: dict[Place, list[Lease]] = {}  # keys that are being written
+        self.flights: dict[Place, list[Lease | Promise]] = {}  # keys that are being written
         self.stirred = False  # room or budget may have become free: look at what waits
         self.finished: float | None = None  # when something that was pending last got done (see `health`)
 
@@ -339,7 +339,7 @@ class Books:
             self.stirred = True
 
     def close(self, namespace: str) -> None:
-        """A lease or hold is over for everybody."""
+        """A lease, promise or hold is over for everybody."""
         self.claims[namespace] -= 1
         if not self.claims[namespace]:
             del self.claims[namespace]

@@ -14,10 +14,13 @@ from mmbroker.proto.messages import (
     Created,
     Detach,
     Drop,
+    Due,
     Found,
     Hit,
     Leased,
     Lookup,
+    Promise,
+    Promised,
     Reply,
     Seal,
     Sealed,
@@ -44,6 +47,9 @@ def undoing(answer: Reply | None) -> list[Body]:
         case Created(results=results):
             holds = [result.ref.hold for result in results if isinstance(result, Hit)]
             leases = [result.lease for result in results if isinstance(result, Leased)]
+        case Promised(results=promised):
+            holds = [result.ref.hold for result in promised if isinstance(result, Hit)]
+            leases = [result.promise for result in promised if isinstance(result, Due)]
         case Found(refs=refs):
             holds = [ref.hold for ref in refs if ref is not None]
         case Sealed(refs=sealed):
@@ -63,6 +69,8 @@ def describe(call: Body) -> str:
             return f"the seal of {len(leases)} feature(s){_for(to)}"
         case Lookup(keys=keys, to=to):
             return f"the lookup of {len(keys)} key(s){_for(to)}"
+        case Promise(keys=keys, to=to):
+            return f"the question who makes {len(keys)} feature(s){_for(to)}"
         case Attach(engine=engine, rank=rank):
             return f"the attachment as rank {rank} of engine {engine!r}"
         case _:

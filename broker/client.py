@@ -13,15 +13,17 @@ from typing import Any
 import torch
 
 from mmbroker.proto.errors import DeadlineExceeded, FeatureError
-from mmbroker.proto.form import tensor_form
+from mmbroker.proto.form import Form, tensor_form
 from mmbroker.proto.keys import Key, as_key
-from mmbroker.proto.messages import Create, Created, Found, Item, Leased, Lookup
+from mmbroker.proto.messages import MAX_EXTRA, Create, Created, Due, Found, Item, Leased, Lookup, Promised
 from mmbroker.proto.messages import Hit as HitResult
+from mmbroker.proto.messages import Promise as PromiseCall
 
 from . import cuda, spans
 from .belongings import Belongings
+from .connection import Connection
 from .find import find_instance
-from .handles import Held, Hit, Lease
+from .handles import Held, Hit, Lease, Promise
 from .link import Link
 from .table import FeatureTable
 from .tensors import Source, dtype_name
@@ -85,7 +87,8 @@ class Client:
         *,
         to: str | None = None,
         modality: str = "image",
-        key: Key | bytes | str | None = None,
+        key: Key | Promise | bytes | str | None = None,
+        extra: bytes = b"",
         tier: str = "host",
         private: bool = False,
         timeout: float | None = None,
@@ -94,13 +97,15 @@ class Client:
 
         `to`: grant it to every rank of that engine first. `private`: each rank makes a copy of its own that outlives
         the hold. `tier`: ``host``, or ``device`` for a tensor on the GPU that the broker serves, which stays there; it
-        is copied after what is in torch's current stream by now, and may be changed or freed afterwards.
+        is copied after what is in torch's current stream by now, and may be changed or freed afterwards. `key`: what it
+        is found by, or the `Promise` that this keeps; if the put fails, an open promise stays open. `extra`: at most
+        4 KiB that every later hit brings along.
 
         Raises `TypeError` for what is no tensor, `PoolFull`, `QuotaExceeded`, `NoSuchEngine`, `EngineLagging`,
         `DigestConflict`, `FeatureError` for a tensor on another device, `DeadlineExceeded`, `BrokerLost`.
         """
         keys = None if key is None else [key]
-        return self._put([Source.one(tensor, modality)], keys, to, tier, private, timeout)[0]
+        return self._put([Source.one(tensor, modality)], keys, [extra], to, tier, private, timeout)[0]
 
     def put_many(
         self,
@@ -108,13 +113,15 @@ class Client:
         *,
         to: str | None = None,
         modality: str = "image",
-        keys: Sequence[Key | bytes | str] | None = None,
+        keys: Sequence[Key | Promise | bytes | str] | None = None,
+        extras: Sequence[bytes] | None = None,
         tier: str = "host",
         private: bool = False,
         timeout: float | None = None,
     ) -> list[Held]:
         """As `put`, for several features in two round trips. All of them or none; one hold each, in order."""
-        return self._put([Source.one(t, modality) for t in tensors], keys, to, tier, private, timeout)
+        sources = [Source.one(t, modality) for t in tensors]
+        return self._put(sources, keys, extras, to, tier, private, timeout)
 
     def put_list(
         self,
@@ -122,19 +129,21 @@ class Client:
         *,
         to: str | None = None,
         modality: str = "image",
-        key: Key | bytes | str | None = None,
+        key: Key | Promise | bytes | str | None = None,
+        extra: bytes = b"",
         tier: str = "host",
         private: bool = False,
         timeout: float | None = None,
     ) -> Held:
         """As `put`, for one feature that is made of several tensors."""
         keys = None if key is None else [key]
-        return self._put([Source.many(tensors, modality)], keys, to, tier, private, timeout)[0]
+        return self._put([Source.many(tensors, modality)], keys, [extra], to, tier, private, timeout)[0]
 
     def _put(
         self,
         sources: list[Source],
-        keys: Sequence[Key | bytes | str] | None,
+        keys: Sequence[Key | Promise | bytes | str] | None,
+        extras: Sequence[bytes] | None,
         to: str | None,
         tier: str,
         private: bool,
@@ -144,17 +153,20 @@ class Client:
         if tier == "device":
             self._check_device(sources)
         deadline = self._deadline(timeout, f"the put of {len(sources)} feature(s)")
+        beside = [b""] * len(sources) if extras is None else extras
+        if any(len(extra) > MAX_EXTRA for extra in beside):
+            raise ValueError(f"what is put beside a feature has at most {MAX_EXTRA} bytes")
         nbytes = sum(source.form.nbytes for source in sources)
         about = {"features": len(sources), "bytes": nbytes, "to": to, "client": self._link.name}
         with spans.span("put", **about) as told:
             with _timed(told, "digest_seconds"):
                 chosen = [source.digest() for source in sources] if keys is None else keys
-            items = [Item(as_key(k), source.form) for k, source in zip(chosen, sources, strict=True)]
-            return self._put_items(items, sources, to, tier, private, deadline, told)
+            return self._put_items(chosen, beside, sources, to, tier, private, deadline, told)
 
     def _put_items(
         self,
-        items: list[Item],
+        chosen: Sequence[Key | Promise | bytes | str],
+        beside: Sequence[bytes],
         sources: list[Source],
         to: str | None,
         tier: str,
@@ -162,17 +174,24 @@ class Client:
         deadline: Deadline,
         told: dict[str, Any],
     ) -> list[Held]:
+        items = [_item(k, source.form) for k, source in zip(chosen, sources, strict=True)]
+        pinned = _connection_of(chosen)
         held: list[Held | None] = [None] * len(items)
         todo = list(range(len(items)))
         with self._undoing(held) as leases:
             while todo:
                 call = Create([items[i] for i in todo], to, private, tier)
-                created, connection = self._own.ask(call, Created, deadline.left("ask the broker for room"))
+                left = deadline.left("ask the broker for room")
+                created, connection = self._own.ask(call, Created, left, pinned)
+                for i in todo:
+                    if isinstance(promise := chosen[i], Promise):
+                        promise.kept()
+                        items[i] = Item(items[i].key, items[i].form)
                 mine: list[int] = []
                 pending: list[int] = []
                 for i, result in zip(todo, created.results, strict=True):
                     if isinstance(result, HitResult):
-                        held[i] = self._own.hold(items[i].key, result.ref, connection)
+                        held[i] = self._own.hold(items[i].key, result.ref, connection, result.extra)
                     elif isinstance(result, Leased):
                         mine.append(i)
                         leases.append(self._own.lease(connection, result, items[i]))
@@ -181,6 +200,7 @@ class Client:
                 with _timed(told, "write_seconds"):
                     for i, lease in zip(mine, leases, strict=True):
                         lease.write(sources[i])
+                        lease.extra = bytes(beside[i])
                 if mine:
                     # Before anything else is waited for: somebody may wait for us.
                     sealed = self._own.seal(leases, to, private, deadline.left("seal"))
@@ -225,7 +245,7 @@ class Client:
 
     def get_or_create(
         self,
-        key: Key | bytes | str,
+        key: Key | Promise | bytes | str,
         shape: Sequence[int],
         dtype: torch.dtype | str,
         *,
@@ -241,14 +261,17 @@ class Client:
             self._check_device([])
         deadline = self._deadline(timeout, "get_or_create")
         form = tensor_form(dtype_name(dtype), tuple(operator.index(n) for n in shape), modality)
-        item = Item(as_key(key), form)
+        item, pinned = _item(key, form), _connection_of([key])
         while True:
             call = Create([item], to, private, tier)
-            created, connection = self._own.ask(call, Created, deadline.left("wait for the key's writer"))
+            left = deadline.left("wait for the key's writer")
+            created, connection = self._own.ask(call, Created, left, pinned)
+            if isinstance(key, Promise):
+                key.kept()
             (result,) = created.results
             if isinstance(result, HitResult):
                 self._own.count(hits=1)
-                return Hit(self._own.hold(item.key, result.ref, connection))
+                return Hit(self._own.hold(item.key, result.ref, connection, result.extra))
             if isinstance(result, Leased):
                 self._own.count(leases=1)
                 return self._own.lease(connection, result, item, to, private)
@@ -281,12 +304,47 @@ class Client:
         call = Lookup([as_key(key) for key in keys], to, private)
         with spans.span("lookup", features=len(keys), to=to, client=self._link.name):
             found, connection = self._own.ask(call, Found, timeout)
+        extras = found.extras or [b""] * len(found.refs)
         held = [
-            None if ref is None else self._own.hold(key, ref, connection)
-            for key, ref in zip(call.keys, found.refs, strict=True)
+            None if ref is None else self._own.hold(key, ref, connection, extra)
+            for key, ref, extra in zip(call.keys, found.refs, extras, strict=True)
         ]
         self._own.count(lookups=len(held), hits=sum(one is not None for one in held))
         return held
+
+    def get_or_promise(
+        self,
+        keys: Sequence[Key | bytes | str],
+        *,
+        to: str | None = None,
+        private: bool = False,
+        timeout: float | None = None,
+    ) -> list[Held | Promise | None]:
+        """For each key a hold on what is there, or a `Promise` to make it: for what takes long to make, and has a form
+        that is known only afterwards. Whoever else asks for a promised key waits until it is kept or given back.
+
+        None where somebody else is making it: then there is a promise for another of the keys. Keep or drop all
+        promises, drop the holds, and ask again for all keys: a call that has nothing to promise waits, and whoever
+        waits should hold nothing that others wait for. Errors as for `lookup`, and `DeadlineExceeded`.
+        """
+        self._link.check()
+        if not keys:
+            return []
+        call = PromiseCall([as_key(key) for key in keys], to, private)
+        with spans.span("promise", features=len(keys), to=to, client=self._link.name):
+            answer, connection = self._own.ask(call, Promised, timeout)
+        got: list[Held | Promise | None] = []
+        for key, result in zip(call.keys, answer.results, strict=True):
+            match result:
+                case HitResult():
+                    got.append(self._own.hold(key, result.ref, connection, result.extra))
+                case Due():
+                    got.append(Promise(self._own, connection, key, result.promise))
+                case _:
+                    got.append(None)
+        hits = sum(isinstance(one, Held) for one in got)
+        self._own.count(lookups=len(got), hits=hits, promises=sum(isinstance(one, Promise) for one in got))
+        return got
 
     # --- the rest of the API ----------------------------------------------------------------------------------------
 
@@ -363,3 +421,12 @@ def _timed(told: dict[str, Any], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     told[name] = told.get(name, 0.0) + time.perf_counter() - start
+
+
+def _item(key: Key | Promise | bytes | str, form: Form) -> Item:
+    return Item(key.key, form, key.number) if isinstance(key, Promise) else Item(as_key(key), form)
+
+
+def _connection_of(keys: Sequence[object]) -> Connection | None:
+    """The session that promises among keys were given in, if there are any: they can be kept in no other."""
+    return next((key.connection for key in keys if isinstance(key, Promise)), None)

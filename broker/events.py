@@ -146,15 +146,15 @@ class Limits:
     segment_bytes: int = 64 << 20  # of one segment, unless a single feature is larger
     watermark: float = 0.10  # share of the arena kept free of idle features
     sessions: int = 64  # clients at once
-    features_per_session: int = 4096  # leases and holds of one session, and what it waits for
+    features_per_session: int = 4096  # leases, promises and holds of one session, and what it waits for
     session_bytes: int = 0  # leases and holds of one session, refused beyond
-    client_budget_features: int = 0  # leases and holds of one session; it waits where it would have more
+    client_budget_features: int = 0  # leases, promises and holds of one session; it waits for more
     client_budget_bytes: int = 0  # leases and holds of one session; it waits where it would have more
     features_per_engine: int = (
         65536  # in flight to one engine; who sends to it waits where it would have more
     )
     engine_bytes: int = 0  # in flight to one engine, if that is less than its share of the arena
-    features_per_namespace: int = 1 << 18  # leases and holds of one namespace
+    features_per_namespace: int = 1 << 18  # leases, promises and holds of one namespace
     namespace_bytes: int = 0  # of the host arena that one namespace has in use, beside its cache
     pending_per_session: int = 256  # calls of one session waiting for an answer
     items_per_call: int = 1024  # features of one call

@@ -1,4 +1,4 @@
-"""What a producer has in its hands: a hold on a feature, or a lease to write one."""
+"""What a producer has in its hands: a hold on a feature, a lease to write one, or a promise to make one."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ class Held:
     the end of a ``with`` block, or `Client.close`; and for a grace time after its process has died.
     """
 
-    __slots__ = ("_owner", "key", "ref", "session")
+    __slots__ = ("_owner", "extra", "key", "ref", "session")
 
-    def __init__(self, owner: Belongings, key: Key, ref: Reference, session: int) -> None:
+    def __init__(self, owner: Belongings, key: Key, ref: Reference, session: int, extra: bytes = b"") -> None:
         self._owner = owner
         self.key = key  #: what `lookup` finds the feature by
         self.ref = ref
         self.session = session
+        self.extra = extra  #: what was sealed beside the feature
 
     @property
     def digest(self) -> bytes:
@@ -73,6 +74,52 @@ class Hit:
 
     def __repr__(self) -> str:
         return f"<Hit {self.held!r}>"
+
+
+class Promise:
+    """This client's word that it will make the feature of `key`; others who ask for it wait meanwhile.
+
+    It is kept by a put under it (`key=promise`), or by `get_or_create`, and otherwise given back by `drop`, which the
+    end of a ``with`` block does, too. Wait for no other promise while you have one.
+    """
+
+    __slots__ = ("_over", "_owner", "connection", "key", "number")
+
+    def __init__(self, owner: Belongings, connection: Connection, key: Key, number: int) -> None:
+        self._owner = owner
+        self._over = False
+        self.connection = connection
+        self.key = key
+        self.number = number
+
+    @property
+    def open(self) -> bool:
+        """Is it neither kept nor given back, nor lost with its session?"""
+        return not self._over and not self.connection.lost
+
+    def kept(self) -> None:
+        """The broker has taken a create for it."""
+        self._over = True
+
+    def drop(self) -> None:
+        """Give it back unkept: the next who waits gets it. Idempotent, never waits, nothing once it is kept."""
+        if not self._over:
+            self._over = True
+            self._owner.link.cast(Abort([self.number]), self.connection.session)
+
+    def __del__(self) -> None:
+        self.drop()
+
+    def __enter__(self) -> Promise:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.drop()
+
+    def __repr__(self) -> str:
+        return f"<Promise {self.number} ({'open' if self.open else 'over'})>"
 
 
 class Slot(NamedTuple):
@@ -114,6 +161,7 @@ class Lease:
         self.key = item.key
         self.form = item.form
         self.held: Held | None = None
+        self.extra = b""  # to be sealed with it
         self.broken = False
         self.closed = False
         self._owner = owner
@@ -174,8 +222,8 @@ class Lease:
                 "the broker has taken this lease back, because its session ended: get a new one"
             )
 
-    def seal(self, timeout: float | None = None) -> Held:
-        """Make the content visible, and grant it to the engine that the lease was made for.
+    def seal(self, timeout: float | None = None, *, extra: bytes = b"") -> Held:
+        """Make the content visible, and grant it to the engine that the lease was made for. `extra`: see `put`.
 
         A tensor over the slot that is still alive must not be written any more. On the device, this waits for what is
         in torch's current stream by now: write there, or wait for other streams first.
@@ -183,6 +231,7 @@ class Lease:
         self.check()
         if self._gpu is not None:
             self._gpu.finish()
+        self.extra = extra
         held = self._owner.seal([self], self._to, self._private, timeout)[0]
         self.held = held
         return held

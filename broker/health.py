@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from .records import Engine, Rank, Request, Session, Wait
+from .records import Engine, Promise, Rank, Request, Session, Wait
 
 if TYPE_CHECKING:
     from .state import Broker
 
 #: Most sentences about what is stuck.
 _SENTENCES: Final = 16
+#: How long making what was promised may take before those who wait for it are pending, in seconds.
+_MAKING: Final = 30.0
 
 
 def health(broker: Broker, now: float) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def health(broker: Broker, now: float) -> dict[str, Any]:
     something finished last (or the first event came, if nothing has), both in seconds.
     """
     books = broker.books
-    pending = [*(request.since for request in _waiting(broker)), *_silences(broker)]
+    pending = [*_calls(broker), *_silences(broker)]
     oldest = max((now - since for since in pending), default=0.0)
     finished = now - (books.finished if books.finished is not None else now)
     ok = min(oldest, finished) < broker.limits.stuck_after
@@ -46,6 +48,19 @@ def health(broker: Broker, now: float) -> dict[str, Any]:
 def _waiting(broker: Broker) -> Iterator[Request]:
     for session in broker.books.sessions.values():
         yield from session.requests.values()
+
+
+def _calls(broker: Broker) -> Iterator[float]:
+    """Since when each call waits."""
+    for request in _waiting(broker):
+        making = request.reason is Wait.FLIGHT and _only_promised(broker, request)
+        yield request.since + (_MAKING if making else 0.0)
+
+
+def _only_promised(broker: Broker, request: Request) -> bool:
+    """Is what a call waits for being made, and not being written?"""
+    writers = [one for place in request.flights for one in broker.books.flights.get(place, ())]
+    return all(isinstance(one, Promise) for one in writers)
 
 
 def _silences(broker: Broker) -> Iterator[float]:

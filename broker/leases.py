@@ -1,4 +1,4 @@
-"""Leases: from the right to write a slot to sealed content, or back."""
+"""Leases: from the right to write a slot to sealed content, or back; and promises, from which they may come."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable
 from itertools import count
 
 from mmbroker.proto.form import Form
-from mmbroker.proto.messages import Failed, Item, Leased, Seal, Sealed
+from mmbroker.proto.keys import Key
+from mmbroker.proto.messages import MAX_EXTRA, Due, Failed, Item, Leased, Seal, Sealed, Sealing
 
 from .books import Books
 from .holds import Holds
 from .pool import Slot
 from .quotas import Quotas
-from .records import Engine, Feature, Hold, Lease, Place, Session
+from .records import Engine, Feature, Hold, Lease, Place, Promise, Session
 
 
 class Leases:
@@ -45,6 +46,23 @@ class Leases:
         books.figures.feature_bytes.observe(item.form.nbytes)
         return Leased(lease.number, slot.segment, slot.offset, slot.generation, slot.tier)
 
+    def promise(self, session: Session, key: Key) -> Due:
+        """A client's word that it will make what this key names."""
+        place = (session.namespace, key)
+        promise = Promise(next(self._numbers), session.number, place)
+        session.promises[promise.number] = promise
+        self.books.flights.setdefault(place, []).append(promise)
+        self.books.claims[place[0]] += 1
+        self.books.counters["promises"] += 1
+        return Due(promise.number)
+
+    def end_promise(self, session: Session, number: int, now: float) -> None:
+        """It was kept, or is given back: nobody waits for it any more."""
+        promise = session.promises.pop(number)
+        self.books.close(promise.place[0])
+        self.books.stirred = True
+        self._leave(promise, now)
+
     def seal(
         self, session: Session, seq: int, call: Seal, engine: Engine | None, now: float, deadline: float
     ) -> None:
@@ -58,11 +76,16 @@ class Leases:
             books.respond(session, seq, Failed("InvalidMessage", "a lease is named twice in one seal"))
             return
         forms: dict[Place, Form] = {}
-        for number in numbers:
+        for sealing in call.leases:
+            number = sealing.lease
             lease = session.leases.get(number)
             if lease is None:
                 text = f"lease {number} is not open: it was sealed, aborted, or never yours; create again"
                 books.respond(session, seq, Failed("LeaseClosed", text))
+                return
+            if len(sealing.extra) > MAX_EXTRA:
+                text = f"{len(sealing.extra)} bytes beside a feature exceed the limit of {MAX_EXTRA}: put less there"
+                books.respond(session, seq, Failed("InvalidMessage", text, {"limit": MAX_EXTRA}))
                 return
             taken = books.features.get(lease.place)
             first = forms.setdefault(lease.place, taken.form if taken is not None else lease.form)
@@ -83,7 +106,7 @@ class Leases:
         sealed: list[Hold] = []
         for sealing in call.leases:
             lease = session.leases[sealing.lease]
-            feature = self._seal_one(session, lease, sealing.retained, now)
+            feature = self._seal_one(session, lease, sealing, now)
             sealed.append(self.holds.claim(feature, session, engine, call.private, now))
             books.figures.lease_seconds.observe(now - lease.since)
             self._close(session, lease, now)
@@ -99,11 +122,11 @@ class Leases:
             deadline,
         )
 
-    def _seal_one(self, session: Session, lease: Lease, retained: bool, now: float) -> Feature:
-        books = self.books
+    def _seal_one(self, session: Session, lease: Lease, sealing: Sealing, now: float) -> Feature:
+        books, retained = self.books, sealing.retained
         feature = books.features.get(lease.place)
         if feature is None:
-            feature = Feature(next(self._feature_numbers), lease.place, lease.form, lease.slot)
+            feature = Feature(next(self._feature_numbers), lease.place, lease.form, lease.slot, sealing.extra)
             books.enter(feature)
             if retained:
                 feature.pins.add(lease.number)
@@ -117,8 +140,12 @@ class Leases:
         return feature
 
     def abort(self, session: Session, numbers: Iterable[int], now: float) -> None:
-        """Leases given back unwritten."""
+        """Leases given back unwritten, and promises unkept."""
         for number in numbers:
+            if number in session.promises:
+                self.books.counters["promises_dropped"] += 1
+                self.end_promise(session, number, now)
+                continue
             lease = session.leases.get(number)
             if lease is None:
                 self.books.counters["unknown_leases"] += 1
@@ -145,6 +172,9 @@ class Leases:
             self._close(session, lease, now)
             session.quarantine.append(lease.slot)
             self.books.counters["leases_broken"] += 1
+        for number in list(session.promises):
+            self.books.counters["promises_broken"] += 1
+            self.end_promise(session, number, now)
 
     def _close(self, session: Session, lease: Lease, now: float) -> None:
         del self.open[lease.number]
@@ -155,12 +185,16 @@ class Leases:
             lease.engine.leases -= 1
             lease.engine.in_flight[lease.slot.tier] -= lease.slot.nbytes
             self.books.stirred = True
-        writing = self.books.flights[lease.place]
-        writing.remove(lease)
+        self._leave(lease, now)
+
+    def _leave(self, writer: Lease | Promise, now: float) -> None:
+        """One writer of a key less. Whoever waits for it is told when there is none, or when it is sealed."""
+        writing = self.books.flights[writer.place]
+        writing.remove(writer)
         if not writing:
-            del self.books.flights[lease.place]
-        if not writing or lease.place in self.books.features:
-            self._landed(lease.place, now)
+            del self.books.flights[writer.place]
+        if not writing or writer.place in self.books.features:
+            self._landed(writer.place, now)
 
 
 def conflict(form: Form, nbytes: int) -> Failed:

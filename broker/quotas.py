@@ -18,14 +18,18 @@ from .records import Engine, Feature, Lease, Place, Request, Session, Wait
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request takes when it is served: a hold for each hit, a lease for each fresh item."""
+    """What a request takes when it is served: a hold for each hit, a lease for each fresh item, promises. Promises that
+    it keeps make room for the leases in their place."""
 
     hits: list[Feature]
     fresh: list[Item]
+    promised: int = 0
+    kept: int = 0
 
     @property
     def count(self) -> int:
-        return len(self.hits) + len(self.fresh)
+        """So many more there are afterwards."""
+        return max(0, len(self.hits) + len(self.fresh) + self.promised - self.kept)
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +63,7 @@ class Quotas:
         """Why a call may not have so many items, whatever there is, if so."""
         limits, count = self.limits, len(items)
         waiting = sum(len(request.items) for request in session.requests.values())
-        used = session.features + waiting
+        used = session.features + waiting - len(session.promises.keys() & {item.promise for item in items})
         parts = sum(len(item.form.parts or ()) for item in items)
         return (
             self._over("items_per_call", "one call", "items", count, 0, limits.items_per_call)

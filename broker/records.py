@@ -33,6 +33,15 @@ class Lease:
 
 
 @dataclass(slots=True, eq=False)
+class Promise:
+    """A client's word that it will make the feature of a key, before its form is known. A lease takes its place."""
+
+    number: int
+    session: int
+    place: Place
+
+
+@dataclass(slots=True, eq=False)
 class Feature:
     """Sealed, immutable content in a slot."""
 
@@ -40,6 +49,7 @@ class Feature:
     place: Place
     form: Form
     slot: Slot
+    extra: bytes = b""  # sealed with it
     holds: set[int] = field(default_factory=set)
     pins: set[int] = field(default_factory=set)  # leases whose writer still has a tensor over the slot
     hits: int = 0
@@ -160,7 +170,7 @@ class Wait(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A create (or a lookup: items without a form) that has not been served yet."""
+    """A create that has not been served yet, or a call for what exists: items without a form."""
 
     number: int
     session: int
@@ -173,6 +183,7 @@ class Request:
     nbytes: int  # whole pages of its distinct items
     tier: str
     lookup: bool = False
+    promise: bool = False  # what is missing is promised, or waited for
     patient: bool = True  # False: it has waited for content keys' writers long enough
     circular: bool = False  # a writer that it waits for waits for this client in turn
     reason: Wait = Wait.ROOM
@@ -197,6 +208,7 @@ class Session:
     ended: bool = False
     released: bool = False  # its process said that it holds nothing of it any more
     leases: dict[int, Lease] = field(default_factory=dict)
+    promises: dict[int, Promise] = field(default_factory=dict)
     holds: dict[int, Hold] = field(default_factory=dict)  # that it owns
     nbytes: int = 0  # of its leases' and holds' slots
     grants: dict[int, Hold] = field(default_factory=dict)  # that it has as a rank
@@ -223,8 +235,8 @@ class Session:
 
     @property
     def features(self) -> int:
-        """Leases and holds."""
-        return len(self.leases) + len(self.holds)
+        """Leases, promises and holds."""
+        return len(self.leases) + len(self.promises) + len(self.holds)
 
     @property
     def process(self) -> tuple[int, int, str]:

@@ -22,7 +22,21 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
 
-from mmbroker.proto.messages import Call, Create, Created, Failed, Found, Hit, Leased, Lookup, Reply, Seal
+from mmbroker.proto.messages import (
+    Call,
+    Create,
+    Created,
+    Due,
+    Failed,
+    Found,
+    Hit,
+    Leased,
+    Lookup,
+    Promise,
+    Promised,
+    Reply,
+    Seal,
+)
 
 log = logging.getLogger("mmbroker")
 
@@ -160,7 +174,7 @@ class _Opened:
 
 
 class CallSpans:
-    """Creates, lookups and seals, from the moment the broker read them until it answered.
+    """Creates, lookups, promises and seals, from the moment the broker read them until it answered.
 
     `about` says whose a session is, in the words of the log. `tracer` None: nothing is done.
     """
@@ -172,7 +186,11 @@ class CallSpans:
 
     def called(self, session: int, call: Call) -> bool:
         """A call is about to be handled. Is it one that becomes a span?"""
-        if self._tracer is None or not call.seq or not isinstance(call.body, Create | Lookup | Seal):
+        if (
+            self._tracer is None
+            or not call.seq
+            or not isinstance(call.body, Create | Lookup | Promise | Seal)
+        ):
             return False
         if len(self._open) >= _OPEN:
             del self._open[next(iter(self._open))]
@@ -228,7 +246,7 @@ def _asked(call: Call) -> Mapping[str, str | int | None]:
         case Create(items=items, to=to):
             nbytes = sum(item.form.nbytes for item in items)
             return {"seq": call.seq, "to": to, "features": len(items), "bytes": nbytes}
-        case Lookup(keys=keys, to=to):
+        case Lookup(keys=keys, to=to) | Promise(keys=keys, to=to):
             return {"seq": call.seq, "to": to, "features": len(keys)}
         case Seal(leases=leases, to=to):
             return {"seq": call.seq, "to": to, "features": len(leases)}
@@ -240,6 +258,9 @@ def _got(reply: Reply) -> Mapping[str, str | int | None]:
         case Created(results=results):
             hits, leases = (sum(isinstance(result, kind) for result in results) for kind in (Hit, Leased))
             return {"hits": hits, "leases": leases, "pending": len(results) - hits - leases}
+        case Promised(results=results):
+            hits, dues = (sum(isinstance(result, kind) for result in results) for kind in (Hit, Due))
+            return {"hits": hits, "promises": dues, "pending": len(results) - hits - dues}
         case Found(refs=refs):
             return {"hits": sum(ref is not None for ref in refs)}
         case Failed(error=error):

@@ -59,6 +59,7 @@ class Broker:
         self._calls: dict[type, Callable[[Session, int, Any, float, float], None]] = {
             m.Create: self._create,
             m.Lookup: self._lookup,
+            m.Promise: self._promise,
             m.Seal: self._seal,
             m.Attach: self._attach,
             m.Detach: self._detach,
@@ -205,13 +206,26 @@ class Broker:
             return
         self.admission.submit(session, seq, call.items, engine, call.private, now, deadline, tier=call.tier)
 
-    def _lookup(self, session: Session, seq: int, call: m.Lookup, now: float, deadline: float) -> None:
+    def _lookup(
+        self,
+        session: Session,
+        seq: int,
+        call: m.Lookup | m.Promise,
+        now: float,
+        deadline: float,
+        promise: bool = False,
+    ) -> None:
         engine, refusal = self._engine(session, call.to)
         if refusal is not None:
             self.books.respond(session, seq, refusal)
             return
         items = [m.Item(key, _NOTHING) for key in call.keys]
-        self.admission.submit(session, seq, items, engine, call.private, now, deadline, lookup=True)
+        self.admission.submit(
+            session, seq, items, engine, call.private, now, deadline, lookup=True, promise=promise
+        )
+
+    def _promise(self, session: Session, seq: int, call: m.Promise, now: float, deadline: float) -> None:
+        self._lookup(session, seq, call, now, deadline, promise=True)
 
     def _seal(self, session: Session, seq: int, call: m.Seal, now: float, deadline: float) -> None:
         engine, refusal = self._engine(session, call.to)

@@ -24,6 +24,8 @@ from .reference import BOOT_BYTES, PROTOCOL_VERSION, Reference
 MAX_MESSAGE: Final = 1 << 20
 #: Longest name of a caller's place in its trace, in characters.
 TRACE_LENGTH: Final = 64
+#: Most bytes that are sealed beside a feature (`Sealing.extra`).
+MAX_EXTRA: Final = 4096
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t"):
@@ -79,10 +81,12 @@ Lifeline = Hello | Welcome | Refused | SegmentFd
 
 
 class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One feature to create: found under `key`, or to be written with this form."""
+    """One feature to create: found under `key`, or to be written with this form. `promise`: the one
+    (`Due.promise`) that is kept by it. If the call is refused it stays open."""
 
     key: Key
     form: Form
+    promise: int = 0
 
 
 class Create(_Message, frozen=True, tag="create"):
@@ -107,12 +111,28 @@ class Lookup(_Message, frozen=True, tag="lookup"):
     private: bool = False
 
 
+class Promise(_Message, frozen=True, tag="promise"):
+    """Get what exists, or promise to make it: for features whose form is known only once they are made. A batch,
+    answered by `Promised`, one result an item, in order.
+
+    What nobody has or makes is `Due` from this client, of equal keys the first. If anything is, the answer comes at
+    once, and what somebody else makes is `Pending`: keep the promises (`Create` with `Item.promise`, and seal) or give
+    them back (`Abort`), then ask again. Otherwise the call waits for the others' promises and leases to be kept or to
+    end, and holds nothing while it waits. Whoever waits here must hold no promise or lease of the same work.
+    """
+
+    keys: list[Key]
+    to: str | None = None
+    private: bool = False
+
+
 class Sealing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One lease to seal. `retained`: a tensor over the slot is still alive in the writer, so the slot stays its own
-    after the last hold, until `Unpin`."""
+    after the last hold, until `Unpin`. `extra`: at most `MAX_EXTRA` bytes that come with every hit on the feature."""
 
     lease: int
     retained: bool = False
+    extra: bytes = b""
 
 
 class Seal(_Message, frozen=True, tag="seal"):
@@ -183,7 +203,7 @@ class Evict(_Message, frozen=True, tag="evict"):
 
 
 class Abort(_Message, frozen=True, tag="abort"):
-    """Give leases back unwritten."""
+    """Give leases back unwritten, and promises unkept."""
 
     leases: list[int]
 
@@ -248,7 +268,7 @@ class Tally(_Message, frozen=True, tag="tally"):
 
 
 Body = (
-    Create | Lookup | Seal | Attach | Detach | Released | Status | Shutdown
+    Create | Lookup | Promise | Seal | Attach | Detach | Released | Status | Shutdown
     | Abort | Drop | Unpin | Ack | Settle | Kept | Loaded | Park | Want | Tally | Drain | Evict
 )  # fmt: skip
 
@@ -269,9 +289,10 @@ class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class Hit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="hit"):
-    """The feature exists; the hold is yours."""
+    """The feature exists; the hold is yours. `extra`: what was sealed beside it."""
 
     ref: Reference
+    extra: bytes = b""
 
 
 class Leased(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="leased"):
@@ -288,6 +309,12 @@ class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """Somebody is writing it: seal what you have, then ask again for this one."""
 
 
+class Due(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="due"):
+    """Nobody has it, and it is yours to make: others who ask wait for you. Promises are numbered with leases."""
+
+    promise: int
+
+
 Result = Hit | Leased | Pending
 
 
@@ -296,9 +323,14 @@ class Created(_Message, frozen=True, tag="created"):
 
 
 class Found(_Message, frozen=True, tag="found"):
-    """One `Reference` or None for each key."""
+    """One `Reference` or None for each key. `extras`: what was sealed beside each; empty if there is nothing."""
 
     refs: list[Reference | None]
+    extras: list[bytes] = []
+
+
+class Promised(_Message, frozen=True, tag="promised"):
+    results: list[Hit | Due | Pending]
 
 
 class Sealed(_Message, frozen=True, tag="sealed"):
@@ -337,7 +369,7 @@ class Failed(_Message, frozen=True, tag="failed"):
     figures: dict[str, int] = {}
 
 
-Reply = Created | Found | Sealed | Attached | Done | Report | Evicted | Failed
+Reply = Created | Found | Promised | Sealed | Attached | Done | Report | Evicted | Failed
 
 
 class Answer(_Message, frozen=True, tag="answer"):

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import uses
+from . import measure, uses
 
 
 def embed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -35,17 +35,32 @@ def embed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def count(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND `embed_mm_inputs`, where SGLang's own transport serves and is measured: what encoders read."""
+    call = inspect.signature(original).bind(*args, **kwargs).arguments
+    call["data_embedding_func_mapping"] = _encoders(
+        call.get("data_embedding_func_mapping"),
+        call.get("multimodal_model"),
+        call["input_ids"].device,
+        counted=True,
+    )
+    return original(**call)
+
+
 class Encoder:
     """A model's encoder, which finds tensors in its items."""
 
-    def __init__(self, encoder: Callable[[Any], Any], device: Any) -> None:
+    def __init__(self, encoder: Callable[[Any], Any], device: Any, counted: bool = False) -> None:
         self._encoder = encoder
+        self._counted = counted  # all its items, which are none of ours
         self._device = device
         # SGLang tells by these what else an encoder does by itself.
         self.__self__ = getattr(encoder, "__self__", None)
         self.__name__ = getattr(encoder, "__name__", "")
 
     def __call__(self, items: Any) -> Any:
+        if self._counted:
+            measure.counters.add("encoded", len(items))
         found = [(item, late) for item in items if (late := uses.late(item)) is not None]
         try:
             for item, late in found:
@@ -57,7 +72,7 @@ class Encoder:
                 late.pause()
 
 
-def _encoders(given: dict[Any, Any] | None, model: Any, device: Any) -> dict[Any, Any]:
+def _encoders(given: dict[Any, Any] | None, model: Any, device: Any, counted: bool = False) -> dict[Any, Any]:
     """For each modality the encoder that SGLang would choose, in ours."""
     from sglang.srt.managers import schedule_batch as module
 
@@ -65,7 +80,7 @@ def _encoders(given: dict[Any, Any] | None, model: Any, device: Any) -> dict[Any
     for modality in module.Modality.all():
         encoder = (given or {}).get(modality) or getattr(model, f"get_{modality.name.lower()}_feature", None)
         if encoder is not None:
-            encoders[modality] = Encoder(encoder, device)
+            encoders[modality] = Encoder(encoder, device, counted)
     return encoders
 
 

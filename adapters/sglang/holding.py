@@ -8,8 +8,9 @@ SGLang's table of requests. The last count drops the holds.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any, Final, Protocol
 
 from . import measure
@@ -157,6 +158,42 @@ async def answers_of(answers: Any, states: dict[str, Any], rid: str, state: Any)
         await answers.aclose()
 
 
+class Turn:
+    """One request's way through the tokenizer, and what was held for it before its output was there. A context manager:
+    what the output does not refer to is let go of at the end. `derived`: it may be found by derived keys."""
+
+    def __init__(self, request: Any, seconds: float, derived: bool) -> None:
+        self.private = bool(getattr(request, "session_params", None))
+        self.derived = derived
+        self._deadline = time.monotonic() + seconds
+        self._helds: dict[tuple[bytes, int], Held] = {}
+        self._token: Token[Turn | None] | None = None
+
+    def left(self) -> float:
+        """Seconds that the request may still wait for room, and for others."""
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def hold(self, helds: Iterable[Held]) -> None:
+        self._helds.update(((held.ref.boot, held.ref.hold), held) for held in helds)
+
+    def taken(self, keys: Iterable[tuple[bytes, int]]) -> list[Held]:
+        """Those that these references name: they are the caller's from now on."""
+        return [held for key in dict.fromkeys(keys) if (held := self._helds.pop(key, None)) is not None]
+
+    def __enter__(self) -> Turn:
+        self._token = turn.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._token is not None:
+            turn.reset(self._token)
+        for held in self._helds.values():
+            held.drop()
+        self._helds.clear()
+
+
+#: The request that is being tokenized.
+turn: ContextVar[Turn | None] = ContextVar("mmbroker_turn", default=None)
 #: The claims made on behalf of the call that is running: each `generate_request` has a list of its own.
 scope: ContextVar[list[Claim] | None] = ContextVar("mmbroker_scope", default=None)
 

@@ -60,6 +60,11 @@ def begin_tokenizer(original: Original, manager: Any) -> None:
     setattr(manager, _OURS, producer)
     if getattr(manager, "mm_processor", None) is not None:
         setattr(manager.mm_processor, _OURS, producer)
+        if seams.current().artifacts:
+            from . import artifacts
+
+            seams.warn_of_overrides(manager.mm_processor)
+            producer.artifacts = artifacts.enable(manager.mm_processor, manager.server_args, producer.asking)
     export.start(manager.server_args, asked.engine, None)
     manager.rid_to_state = holding.States(manager.rid_to_state, producer.claims.left)
 
@@ -120,6 +125,14 @@ def hear_abort(original: Original, manager: Any, received: Any) -> Any:
     if producer is not None:
         producer.claims.last_word(received.rid)
     return original(manager, received)
+
+
+async def prepare_artifacts(original: Original, processor: Any, media: Any, **options: Any) -> Any:
+    """AROUND the coroutines `MediaArtifactCacheMixin.prepare_media_artifacts` and the one `_without_cache`."""
+    producer = getattr(processor, _OURS, None)
+    if producer is None or producer.artifacts is None:
+        return await original(processor, media, **options)
+    return await producer.artifacts.prepare(original, media, options)
 
 
 def wrap_for_ipc(original: Original, processor: Any, tensor: Any) -> Any:

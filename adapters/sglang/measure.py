@@ -37,6 +37,10 @@ PRODUCER: Final = (
     "bytes",
     "put_on_device",  # from the GPU to the GPU
     "put_ns",  # from the request's arrival at the seam until its references were there, summed over requests
+    "derived",  # 1 if the processor has derived keys
+    "derived_hits",  # pictures that were neither decoded nor preprocessed here
+    "derived_made",  # pictures that were, and were promised to others
+    "derived_failed",  # requests whose pictures could not be asked for or put by derived keys
     "foreign",  # values that are no tensors: passed on untouched
     "holds",
     "dropped",
@@ -49,7 +53,7 @@ CONSUMER: Final = (
     "items",
     "takes",
     "releases",
-    "encoded",  # features that an encoder read, of those that are read late
+    "encoded",  # features that an encoder read, of those that are read late; with MMBROKER_MEASURE of SGLang's, too
     "moved",  # of these, copied to the encoder's device by the thread that runs it
     "misses",
     "errors",  # requests failed by this plugin

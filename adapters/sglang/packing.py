@@ -16,6 +16,9 @@ from typing import Any, Final, TypeGuard
 
 import torch
 
+from mmbroker.proto.dtypes import ITEMSIZE
+from mmbroker.proto.reference import is_reference
+
 #: Where the envelope is: a key of the first item's `model_specific_data`.
 ENVELOPE: Final = "__mmbroker__"
 #: Tensors of the request itself, beside its items. Not every version has all of them.
@@ -51,6 +54,24 @@ def unpack(packed: Packed) -> torch.Tensor:
 
 def packable(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided
+
+
+def portable(value: object) -> bool:
+    """Can a broker carry it? A user's dict, an array or a sparse tensor stays with SGLang."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and not value.is_quantized
+        and not value.is_meta
+        and str(value.dtype).removeprefix("torch.") in ITEMSIZE
+    )
+
+
+def unsealed(output: Any) -> bool:
+    """Are there references in a request without an envelope?"""
+    return envelope_of(output) is None and any(
+        is_reference(place.value) for item in output.mm_items for place in places(item)
+    )
 
 
 def close(output: Any) -> None:

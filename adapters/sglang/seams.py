@@ -27,6 +27,8 @@ _SCHEDULER: Final = "sglang.srt.managers.scheduler"
 _BATCH: Final = "sglang.srt.managers.schedule_batch"
 _UTILS: Final = "sglang.srt.managers.mm_utils"
 _PROCESSOR: Final = "sglang.srt.multimodal.processors.base_processor"
+_ARTIFACTS: Final = "sglang.srt.multimodal.media_artifacts.base"
+_CACHE: Final = "sglang.srt.multimodal.cache"
 
 Hooks = dict[tuple[str, str], Callable[..., Any]]
 
@@ -70,6 +72,8 @@ class Version:
     topology: Callable[[Any], Topology]
     #: Whether HTTP/2 workers can be made to load plugins.
     http2_workers: bool
+    #: Whether media can be found before they are decoded.
+    artifacts: bool
     #: Modules that the launcher will import, beside the tokenizer's: imported before hooks are set.
     launcher: tuple[str, ...] = ()
 
@@ -125,6 +129,7 @@ VERSIONS: Final = {
         identify=_identify_narrow,
         topology=_topology_of_scheduler,
         http2_workers=False,
+        artifacts=False,
         launcher=("uvicorn",),
     ),
     "0.5.23": Version(
@@ -132,17 +137,26 @@ VERSIONS: Final = {
             # Not `__post_init__`: its class is a struct that remembers the one it was born with.
             (_ARGS, "ServerArgs.resolve_once"): hooks.resolve,
             (_BATCH, "Req.release_mm_inputs_on_abort"): hooks.release_on_abort,
+            (_ARTIFACTS, "MediaArtifactCacheMixin.prepare_media_artifacts"): hooks.prepare_artifacts,
+            (
+                _ARTIFACTS,
+                "MediaArtifactCacheMixin.prepare_media_artifacts_without_cache",
+            ): hooks.prepare_artifacts,
         },
         names=(
             *_USED,
             (_BATCH, "MultimodalDataItem.set_identity"),
             (_SCHEDULER, "_MultimodalInputProcessingError"),
+            *((_CACHE, name) for name in ("build_processor_fingerprint", "parse_content_hash")),
+            (_CACHE, "resolve_multimodal_item_hash"),
             ("sglang.srt.runtime_context", "get_parallel"),
         ),
         fail=hooks.fail_by_error,
         identify=_identify_wide,
         topology=_topology_of_context,
         http2_workers=True,
+        artifacts=True,
+        launcher=(_ARTIFACTS,),
     ),
 }
 
@@ -178,6 +192,7 @@ def install(broker: bool, measured: bool, main: bool) -> None:
     wanted: Hooks = {**_COMMON, **found.hooks} if broker else {key: _COMMON[key] for key in _MEASURED}
     if measured:
         wanted.update(_TIMED)
+        wanted.setdefault((_UTILS, "embed_mm_inputs"), encoding.count)
     if main:
         for module in (_TOKENIZER, *found.launcher):
             importlib.import_module(module)

@@ -9,6 +9,9 @@ import pytest
 
 from . import kit
 
+#: The older version has no interface before decoding.
+collect_ignore = [] if kit.NEWEST else ["test_sharing.py", "test_artifacts.py"]
+
 
 @pytest.fixture(scope="session")
 def own_transport() -> Callable[..., dict[str, Any]]:

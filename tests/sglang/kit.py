@@ -121,6 +121,15 @@ class Scene:
         finally:
             order.unlink()
 
+    def made(self) -> tuple[int, int]:
+        """How many pictures were decoded, and preprocessed, in all processes of the engine."""
+
+        def count(name: str) -> int:
+            file = self.faults / name
+            return file.stat().st_size if file.exists() else 0
+
+        return count("decoded"), count("preprocessed")
+
     def counts(self) -> dict[str, dict[str, int]]:
         """All counters, by role."""
         return measure.read(self.measured)

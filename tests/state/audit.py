@@ -85,9 +85,12 @@ def holders(broker: Broker) -> None:
     books = broker.books
     leases = {n: lease for s in books.sessions.values() for n, lease in s.leases.items()}
     assert leases == broker.leases.open
-    assert sorted(n for ls in books.flights.values() for n in (x.number for x in ls)) == sorted(leases)
+    promises = {n: promise for s in books.sessions.values() for n, promise in s.promises.items()}
+    flights = sorted(x.number for writing in books.flights.values() for x in writing)
+    assert flights == sorted([*leases, *promises])
     for place, writing in books.flights.items():
-        assert writing and all(lease.place == place for lease in writing)
+        assert writing and all(writer.place == place for writer in writing)
+        assert sum(writer.number in promises for writer in writing) <= 1, "promised twice"
     by_feature = {
         n: hold for f in books.numbered.values() for n in f.holds for hold in (broker.holds.open[n],)
     }
@@ -114,9 +117,11 @@ def holders(broker: Broker) -> None:
         slots = [x.slot for x in session.leases.values()] + [x.feature.slot for x in session.holds.values()]
         assert session.nbytes == sum(slot.nbytes for slot in slots)
         if session.ended:
-            assert not (session.leases or session.holds or session.requests or session.tickets)
+            assert not (session.leases or session.promises or session.holds)
+            assert not (session.requests or session.tickets)
             assert session.engine is None
     claims = Counter(lease.place[0] for lease in broker.leases.open.values())
+    claims.update(promise.place[0] for promise in promises.values())
     claims.update(hold.feature.place[0] for hold in broker.holds.open.values())
     assert books.claims == claims and all(books.claims.values())
     pins = {n for f in books.numbered.values() for n in f.pins}

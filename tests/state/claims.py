@@ -66,6 +66,16 @@ class Claim:
 
 
 @dataclass(eq=False)
+class Word:
+    """One promise."""
+
+    session: int
+    namespace: str
+    key: Key
+    state: str = "open"  # open, perhaps (it may have been kept by a call that failed later), over
+
+
+@dataclass(eq=False)
 class HoldView:
     claim: Claim
     ranks: dict[int, str] = field(default_factory=dict)  # session -> granted, acked, failed, lost, settled
@@ -92,6 +102,7 @@ class Claims:
         self.clients: dict[int, Client] = {}
         self.claims: dict[int, Claim] = {}  # by generation
         self.leases: dict[int, Claim] = {}  # by number, all there ever were
+        self.promises: dict[int, Word] = {}  # by number, all there ever were
         self.holds: dict[int, HoldView] = {}
         self.waiting: dict[tuple[int, int], Waiting] = {}
         self.calls = 0
@@ -135,6 +146,9 @@ class Claims:
                     claim = self.leases.get(number)
                     if claim is not None and claim.writer == session and claim.state == "open":
                         claim.state = "free"
+                    word = self.promises.get(number)
+                    if word is not None and word.session == session:
+                        word.state = "over"
             case m.Unpin(leases):
                 for number in leases:
                     if number in self.leases and self.leases[number].writer == session:
@@ -187,6 +201,9 @@ class Claims:
         for claim in self.claims.values():
             if claim.writer == session and claim.state == "open":
                 claim.state = "broken"
+        for word in self.promises.values():
+            if word.session == session:
+                word.state = "over"
         for number, hold in self.holds.items():
             if hold.owner == session and not hold.over:
                 hold.orphaned = self.now
@@ -263,11 +280,13 @@ class Claims:
         return len(sizes), sum(sizes)
 
     def _has(self, session: int) -> tuple[int, int]:
-        """What a client knows it has: its open leases, and its holds."""
+        """What a client knows it has: its open leases and promises, and its holds."""
+        promised = sum(w.state == "open" and w.session == session for w in self.promises.values())
         held = [hold.claim for hold in self.holds.values() if hold.owner == session and not hold.over]
-        return self.having(
+        count, nbytes = self.having(
             held + [c for c in self.leases.values() if c.writer == session and c.state == "open"]
         )
+        return count + promised, nbytes
 
     def _may_have(self, session: int) -> tuple[int, int]:
         """The most that it may have, or be about to have: with all that its waiting calls may get, or have got."""
@@ -277,7 +296,7 @@ class Claims:
                 match waiting.body:
                     case m.Create(items):
                         sizes = [round_up(item.form.nbytes) for item in items]
-                    case m.Lookup(keys):
+                    case m.Lookup(keys) | m.Promise(keys):
                         sizes = [
                             max((round_up(c.form.nbytes) for c in self.claims.values()), default=0)
                         ] * len(keys)
@@ -338,7 +357,15 @@ class Claims:
 
     def _writes(self, session: int) -> bool:
         """May others wait for this client while it waits for them?"""
-        return any(c.writer == session and c.state == "open" for c in self.leases.values())
+        writes = any(c.writer == session and c.state == "open" for c in self.leases.values())
+        return writes or any(w.state != "over" and w.session == session for w in self.promises.values())
+
+    def _promised(self, namespace: str, key: Key, *states: str) -> bool:
+        """Is there a promise on this key in one of these states (without any: one that is not over)?"""
+        return any(
+            word.state in (states or ("open", "perhaps")) and (word.namespace, word.key) == (namespace, key)
+            for word in self.promises.values()
+        )
 
     def _writers(self, namespace: str, key: Key) -> list[Claim]:
         return [
@@ -348,17 +375,21 @@ class Claims:
     def _asked(self, namespace: str, key: Key, besides: Waiting | None = None) -> bool:
         """May a create that waits (for acknowledgements) have a lease on this key that it was not told of yet?"""
         return any(
-            isinstance(waiting.body, m.Create)
+            isinstance(waiting.body, m.Create | m.Promise)
             and waiting is not besides
             and waiting.body.to is not None
             and namespace == self.clients[session].opened.namespace
-            and any(item.key == key for item in waiting.body.items)
+            and key in keys_of(waiting.body)
             for (session, _), waiting in self.waiting.items()
         )
 
     def _known(self, namespace: str, key: Key) -> bool:
-        """Is somebody writing this key, or may it be cached?"""
-        return any(
+        """Is somebody writing this key, or about to, or may it be cached?"""
+        return self._promised(namespace, key) or any(
             (c.namespace, c.key) == (namespace, key) and c.state != "free" and not c.overwritten
             for c in self.claims.values()
         )
+
+
+def keys_of(call: m.Create | m.Promise) -> list[Key]:
+    return [item.key for item in call.items] if isinstance(call, m.Create) else call.keys

@@ -8,16 +8,19 @@ from mmbroker.proto import messages as m
 from mmbroker.proto.keys import Key, Kind
 from mmbroker.proto.reference import Reference
 
-from .claims import Claim, Claims, Client, HoldView, Waiting
+from .claims import Claim, Claims, Client, HoldView, Waiting, Word
 
 ANSWERS: dict[type, type] = {
     m.Create: m.Created,
     m.Lookup: m.Found,
+    m.Promise: m.Promised,
     m.Seal: m.Sealed,
     m.Attach: m.Attached,
     m.Status: m.Report,
     m.Evict: m.Evicted,
 }
+#: Errors of a call that may have been served all the same.
+PERHAPS_SERVED = ("EngineLagging", "FeatureError", "NoSuchEngine")
 
 
 class Ledger(Claims):
@@ -159,6 +162,8 @@ class Ledger(Claims):
             assert len(body.message) > 20
             if body.error == "QuotaExceeded":
                 self._refused(waiting, body.figures)
+            if body.error in PERHAPS_SERVED:
+                self._kept(call, "perhaps")
             return
         assert isinstance(body, ANSWERS.get(type(call), m.Done)), f"{body} answers {call}"
         match call, body:
@@ -173,6 +178,9 @@ class Ledger(Claims):
                         self._hit(session, key, ref, to)
             case m.Create(), m.Created(results):
                 self._created(session, call, results, waiting)
+                self._kept(call, "over")
+            case m.Promise(), m.Promised(results):
+                self._due(session, call, results)
 
     def _sealed(self, session: int, claim: Claim, ref: Reference, to: str | None) -> None:
         assert claim.writer == session
@@ -199,6 +207,34 @@ class Ledger(Claims):
         else:
             assert words and words <= {"acked", "settled"}, f"answered though the ranks said {hold.ranks}"
 
+    def _due(self, session: int, call: m.Promise, results: list[m.Hit | m.Due | m.Pending]) -> None:
+        namespace = self.clients[session].opened.namespace
+        due: set[Key] = set()
+        for key, result in zip(call.keys, results, strict=True):
+            if isinstance(result, m.Due):
+                assert result.promise not in self.promises and result.promise not in self.leases
+                assert not self._promised(namespace, key, "open"), "promised twice"
+                if call.to is None:  # else it may have changed until the hits were acknowledged
+                    assert not self._writers(namespace, key), "promised though somebody writes it"
+                due.add(key)
+                self.promises[result.promise] = Word(session, namespace, key)
+            elif isinstance(result, m.Hit):
+                self._hit(session, key, result.ref, call.to)
+            elif call.to is None:
+                assert (
+                    self._writers(namespace, key)
+                    or self._promised(namespace, key)
+                    or self._asked(namespace, key)
+                )
+        pending = any(isinstance(result, m.Pending) for result in results)
+        assert due or not pending, "a call that was promised nothing was told to wait for others"
+
+    def _kept(self, call: m.Body, state: str) -> None:
+        """The promises of a create are over, or may be."""
+        for item in call.items if isinstance(call, m.Create) else ():
+            if item.promise in self.promises and self.promises[item.promise].state != "over":
+                self.promises[item.promise].state = state
+
     def _created(self, session: int, call: m.Create, results: list[m.Result], waiting: Waiting) -> None:
         namespace = self.clients[session].opened.namespace
         fresh: set[Key] = set()
@@ -209,7 +245,10 @@ class Ledger(Claims):
                 writers = self._writers(namespace, item.key)
                 patient = self.now - waiting.since < self.limits.single_flight
                 lasting = item.key.kind is Kind.DERIVED and not self._writes(session)
-                assert not (writers and (patient or lasting)), "a second lease beside a living one"
+                others = writers or self._promised(namespace, item.key, "open")
+                assert item.promise or not (others and (patient or lasting)), (
+                    "a second lease beside a living writer"
+                )
                 self._leased(session, namespace, item, result)
             elif isinstance(result, m.Hit):
                 assert self.claims[result.ref.generation].form == item.form
@@ -223,6 +262,7 @@ class Ledger(Claims):
         if call.to is None:  # else it may have changed until the hits were acknowledged
             for item in pending:
                 written = self._writers(namespace, item.key) or self._asked(namespace, item.key)
+                written = written or self._promised(namespace, item.key)
                 assert written, "pending, but nobody writes it"
 
     def _leased(self, session: int, namespace: str, item: m.Item, leased: m.Leased) -> None:
@@ -231,7 +271,9 @@ class Ledger(Claims):
             leased.lease, leased.generation, leased.segment, leased.offset, end, namespace, item.key, item.form, session
         )  # fmt: skip
         assert leased.generation > 0 and leased.generation not in self.claims, "a generation came twice"
-        assert leased.lease not in self.leases, "a lease number came twice"
+        assert leased.lease not in self.leases and leased.lease not in self.promises, (
+            "a lease number came twice"
+        )
         if leased.segment:
             assert leased.segment in self.ready and leased.offset % 4096 == 0
             assert end <= self.segments[leased.segment]

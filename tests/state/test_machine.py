@@ -56,6 +56,8 @@ MOVES = {
     "create": 4,
     "put": 10,
     "lookup": 2,
+    "promise": 5,
+    "keep": 5,
     "seal": 8,
     "abort": 2,
     "drop": 5,
@@ -103,6 +105,7 @@ class Life(RuleBasedStateMachine):
         self.ranks: list[Peer] = []
         self.ghosts: list[Peer] = []
         self.leases: dict[int, Peer] = {}
+        self.promises: dict[int, Peer] = {}
         self.retained: list[tuple[Peer, int]] = []
         self.holds: list[tuple[Peer, int]] = []
         self.collected: set[tuple[int, int]] = set()
@@ -168,6 +171,9 @@ class Life(RuleBasedStateMachine):
                     case m.Created(results):
                         self.leases |= {r.lease: peer for r in results if isinstance(r, m.Leased)}
                         self.holds += [(peer, r.ref.hold) for r in results if isinstance(r, m.Hit)]
+                    case m.Promised(results):
+                        self.holds += [(peer, r.ref.hold) for r in results if isinstance(r, m.Hit)]
+                        self.promises |= {r.promise: peer for r in results if isinstance(r, m.Due)}
                     case m.Found(refs) | m.Sealed(refs):
                         self.holds += [(peer, ref.hold) for ref in refs if ref is not None]
                 if not isinstance(answer, m.Failed) or answer.error in SEALED_ANYWAY:
@@ -195,6 +201,25 @@ class Life(RuleBasedStateMachine):
             keys = [key(draw(NAMES), draw(KINDS)), key(0)]
             draw(st.sampled_from(self.producers)).call(m.Lookup(keys, self.engine(draw)), draw(TIMEOUTS))
 
+    def promise(self, draw: Draw) -> None:
+        if self.producers:
+            kind = st.sampled_from([Kind.DERIVED, Kind.DERIVED, Kind.CONTENT])
+            keys = [key(draw(NAMES), draw(kind)) for _ in range(draw(st.integers(1, 3)))]
+            draw(st.sampled_from(self.producers)).call(m.Promise(keys, self.engine(draw)), draw(TIMEOUTS))
+
+    def keep(self, draw: Draw) -> None:
+        """Create what was promised: all of a client's, or one, now and then under another's number."""
+        if self.promises:
+            peer = self.promises[draw(st.sampled_from(sorted(self.promises)))]
+            mine = [n for n, owner in self.promises.items() if owner is peer][: draw(st.integers(1, 3))]
+            words = self.shell.ledger.promises
+            batch = [m.Item(words[n].key, form(draw(PAGES)), n) for n in mine]
+            batch += [item(draw(NAMES), 1, Kind.DERIVED)] * draw(st.integers(0, 1))
+            if not draw(st.integers(0, 9)):
+                batch.append(m.Item(key("another's"), form(1), mine[0]))
+            peer.create(*batch, to=self.engine(draw), timeout=draw(TIMEOUTS))
+            self.promises = {n: owner for n, owner in self.promises.items() if words[n].state != "over"}
+
     def seal(self, draw: Draw) -> None:
         if self.leases:
             peer = self.leases[draw(st.sampled_from(sorted(self.leases)))]
@@ -202,7 +227,7 @@ class Life(RuleBasedStateMachine):
             self.seal_these(peer, mine, self.engine(draw), draw(TIMEOUTS), draw(st.booleans()))
 
     def seal_these(self, peer: Peer, mine: list[int], to: str | None, timeout: float, retained: bool) -> None:
-        sealings = [m.Sealing(n, retained) for n in mine]
+        sealings = [m.Sealing(n, retained, bytes(n % 3)) for n in mine]
         seq = next(peer.seqs)
         self.sealing[peer.number, seq] = sealings
         peer.call(m.Seal(sealings, to), timeout, seq)
@@ -217,6 +242,9 @@ class Life(RuleBasedStateMachine):
         if self.leases:
             lease = draw(st.sampled_from(sorted(self.leases)))
             self.leases.pop(lease).cast(m.Abort([lease]))
+        elif self.promises:
+            number = draw(st.sampled_from(sorted(self.promises)))
+            self.promises.pop(number).cast(m.Abort([number]))
 
     def drop(self, draw: Draw) -> None:
         if self.holds:
@@ -263,7 +291,7 @@ class Life(RuleBasedStateMachine):
             return
         peer = draw(st.sampled_from(self.producers + self.ranks))
         number = draw(st.integers(0, 40))
-        mine = {n for n, owner in self.leases.items() if owner is peer}
+        mine = {n for n, owner in (self.leases | self.promises).items() if owner is peer}
         held = {hold for owner, hold in self.holds if owner is peer}
         kept = {lease for owner, lease in self.retained if owner is peer}
         granted = {*peer.granted, *peer.entries, *peer.dismissed}
@@ -343,6 +371,7 @@ class Life(RuleBasedStateMachine):
         self.producers = [p for p in self.producers if p is not peer]
         self.ranks = [p for p in self.ranks if p is not peer]
         self.leases = {n: owner for n, owner in self.leases.items() if owner is not peer}
+        self.promises = {n: owner for n, owner in self.promises.items() if owner is not peer}
         self.holds = [place for place in self.holds if place[0] is not peer]
         self.retained = [place for place in self.retained if place[0] is not peer]
         if alive:
@@ -383,7 +412,7 @@ class Life(RuleBasedStateMachine):
             if not shell.ledger.waiting:
                 break
             shell.advance(0.25)
-        stuck = [w for w in shell.ledger.waiting.values() if isinstance(w.body, m.Create)]
+        stuck = [w for w in shell.ledger.waiting.values() if isinstance(w.body, m.Create | m.Promise)]
         assert not stuck, f"waiting for room that is there: {stuck}"
         self.let_go()
         shell.advance(shell.limits.producer_grace)
@@ -403,13 +432,14 @@ class Life(RuleBasedStateMachine):
             if rank.dismissed:
                 rank.settle()
         self.collect()
-        for number, peer in self.leases.items():
+        for number, peer in (self.leases | self.promises).items():
             peer.cast(m.Abort([number]))
         for peer, hold in self.holds:
             peer.drop(hold)
         for peer, number in self.retained:
             peer.cast(m.Unpin([number]))
         self.leases.clear()
+        self.promises.clear()
         self.holds.clear()
         self.retained.clear()
 
@@ -424,6 +454,7 @@ class Life(RuleBasedStateMachine):
         for books in (
             "leases",
             "holds",
+            "promises",
             "quarantined",
             "writer_pins",
             "sessions",
