@@ -180,17 +180,8 @@ class _Bare:
 
 
 def _keys(vllm_config: Any, asked: settings.Settings, say: Any) -> identity.Identity:
-    device = device_name()
+    device = identity.device_name()
     return identity.Identity(lambda: identity.of_encoder(vllm_config, device), asked.uuids, say)
-
-
-def device_name() -> str:
-    """The kind of device that encoders run on: two kinds round differently."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cuda_alike():
-        return str(current_platform.get_device_name())
-    return str(current_platform.device_type)
 
 
 def _unsuited(vllm_config: Any) -> str | None:

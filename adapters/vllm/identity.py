@@ -122,6 +122,15 @@ def of_processor(vllm_config: Any) -> bytes:
     )
 
 
+def device_name() -> str:
+    """The kind of device that encoders run on: two kinds round differently."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda_alike():
+        return str(current_platform.get_device_name())
+    return str(current_platform.device_type)
+
+
 def _check(vllm_config: Any) -> None:
     """Raise `NotTold` for what no fingerprint at the start can cover."""
     lora = vllm_config.lora_config
