@@ -67,7 +67,7 @@ class MMBrokerConnector(ECConnectorBase):  # type: ignore[misc]
     def _begin_scheduler(self, vllm_config: Any, asked: settings.Settings) -> None:
         name = settings.replica_name(vllm_config)
         keys = _keys(vllm_config, asked, logger.warning)
-        self._joining = joining = Joining(asked.broker, f"{name}/scheduler", stats=self._stats)
+        self._joining = joining = Joining(asked.broker, f"{name}/scheduler", stats=self._stats, says=True)
         self._lookups = Lookups(lambda: joining.there, name, keys.key)
         self.scheduler = SchedulerHalf(
             self._lookups, _Bare(vllm_config), asked.wait, consumes=bool(self.is_consumer)

@@ -22,7 +22,8 @@ class Joining:
     """A client that is there as soon as a broker is. Once joined, the client itself reconnects after each loss.
 
     `then` runs with each new client, in the joining thread; only after it has returned is `client` set. If it raises
-    something, the client is closed and everything is tried again. `stats`: counters that the broker shows.
+    something, the client is closed and everything is tried again. `stats`: counters that the broker shows. `says`:
+    without a broker, it says so; one of an engine's processes is enough.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class Joining:
         name: str,
         then: Callable[[mmbroker.Client], None] = lambda client: None,
         stats: Callable[[], dict[str, int]] = dict,
+        says: bool = False,
     ) -> None:
         self._path = path
         self._name = name
         self._then = then
         self._stats = stats
+        self._says = says
         self._stop = threading.Event()
         self.client: mmbroker.Client | None = None
         self.joined = threading.Event()
@@ -49,7 +52,7 @@ class Joining:
         return client if client is not None and client.connected else None
 
     def _run(self) -> None:
-        pause, said = _PAUSES[0], ""
+        pause, says = _PAUSES[0], self._says
         while not self._stop.is_set():
             try:
                 client = mmbroker.connect(self._path, name=self._name, timeout=_ATTEMPT)

@@ -41,7 +41,9 @@ def request(name: str, *identifiers: str, bare: bool = False, tokens: int = 4) -
     return Request(
         name,
         [
-            Feature(identifier, Position(2 + index * (tokens + 2), tokens), {"grid": 0} if bare else {"pixels": 0})
+            Feature(
+                identifier, Position(2 + index * (tokens + 2), tokens), {"grid": 0} if bare else {"pixels": 0}
+            )
             for index, identifier in enumerate(identifiers)
         ],
     )
@@ -117,7 +119,9 @@ class Scene:
             if self.half.has_cache_item(feature.identifier):
                 loaded.append(feature.identifier)
             else:
-                assert not is_bare(feature), "a request without pixels reached the encoder: the engine is dead"
+                assert not is_bare(feature), (
+                    "a request without pixels reached the encoder: the engine is dead"
+                )
             self.half.update_state_after_alloc(one, index)
         return loaded
 

@@ -77,6 +77,15 @@ class Probe:
         return {name: self.count(name) for name in ("processed", "encoded")}
 
     @contextmanager
+    def fault(self, name: str) -> Iterator[None]:
+        order = self.directory / name
+        order.touch()
+        try:
+            yield
+        finally:
+            order.unlink()
+
+    @contextmanager
     def change(self) -> Iterator[dict[str, int]]:
         """What the counts change by while this lasts; filled at its end."""
         before, changed = self.counts(), dict[str, int]()
@@ -139,6 +148,10 @@ class Program:
         found: list[Any] = self.answer()
         return found
 
+    def forget(self) -> None:
+        self._send("forget")
+        assert self.answer() is True
+
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
@@ -189,5 +202,17 @@ def running_broker(root: Path, **settings: Any) -> Iterator[kit.BrokerProcess]:
     try:
         yield broker.wait_ready()
     finally:
-        broker.kill() if broker.process.poll() is None else None
+        if broker.process.poll() is None:
+            broker.stop()
         broker.clean_up()
+
+
+def tally(status: dict[str, Any], role: str) -> dict[str, int]:
+    """The adapter's counters of all sessions whose names end with `role`, summed."""
+    total: dict[str, int] = {}
+    for session in status["sessions"]:
+        if session["name"].endswith(role):
+            for name, value in session["tally"].items():
+                if name.startswith("vllm_"):
+                    total[name[5:]] = total.get(name[5:], 0) + value
+    return total

@@ -2,6 +2,7 @@
 
 A request is a list of prompts, each a list of seeds of pictures or, where a seed is a pair, of a picture's identity and
 its grid alone. The answer is, for each, its tokens and how likely they were; None for one that failed.
+To ``"forget"``, vLLM forgets what it has encoded and prefilled.
 """
 
 from __future__ import annotations
@@ -51,7 +52,12 @@ def main() -> None:
     llm = LLM(**json.loads(sys.stdin.readline()))
     answers.write('"ready"\n')
     for line in sys.stdin:
-        outputs = llm.generate([prompt(seeds) for seeds in json.loads(line)], sampling, use_tqdm=False)
+        asked = json.loads(line)
+        if asked == "forget":
+            llm.llm_engine.reset_encoder_cache()
+            answers.write(json.dumps(llm.reset_prefix_cache()) + "\n")
+            continue
+        outputs = llm.generate([prompt(seeds) for seeds in asked], sampling, use_tqdm=False)
         told = [o.outputs[0] for o in outputs]
         answers.write(json.dumps([answer(one) for one in told]) + "\n")
 
