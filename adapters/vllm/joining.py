@@ -65,11 +65,9 @@ class Joining:
             except Exception as error:
                 if not isinstance(error, BrokerError):
                     logger.exception("mmbroker: %s cannot join a broker", self._name)
-                if not said:  # once: what the reason is may change, that vLLM serves does not
-                    said = str(error)
-                    logger.warning(
-                        "mmbroker: %s has no broker, and vLLM serves without: %s", self._name, error
-                    )
+                if says:
+                    says = False
+                    logger.warning("mmbroker: %s has no broker, and vLLM serves without: %s", self._name, error)
                 self._stop.wait(pause)
                 pause = min(pause * 2, _PAUSES[1])
                 continue
