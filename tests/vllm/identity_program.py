@@ -1,0 +1,132 @@
+"""What makes two encoders the same, by the real vLLM's configurations: prints, as JSON, what it found.
+
+MODEL (a directory that may be written) on the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from vllm.engine.arg_utils import EngineArgs
+
+    from mmbroker.adapters.vllm import identity, seams, settings
+    from tests.vllm import kit
+
+    model = Path(sys.argv[1])
+
+    def config(**more: Any) -> Any:
+        transfer = kit.transfer(None)
+        return EngineArgs(
+            **{**kit.arguments(), "model": str(model), "ec_transfer_config": transfer, **more}
+        ).create_engine_config()
+
+    def told(asked: Any, device: str = "cpu") -> str:
+        try:
+            return identity.of_encoder(asked, device).hex()
+        except identity.NotTold as error:
+            return f"not told: {error}"
+
+    found: dict[str, Any] = {"plain": told(config()), "again": told(config())}
+    found["device"] = told(config(), "another GPU")
+    found["dtype"] = told(config(dtype="bfloat16"))
+    found["pixels"] = told(config(mm_processor_kwargs={"min_pixels": 6272}))
+    found["ranks"] = told(config(tensor_parallel_size=2))
+    found["dummy"] = told(config(load_format="dummy"))
+    quantized = config()
+    quantized.model_config.quantization = "fp8"
+    found["quantized"] = told(quantized)
+    lora = config()
+    lora.lora_config = type("Lora", (), {"enable_tower_connector_lora": True})()
+    found["lora"] = told(lora)
+    elsewhere = config()
+    elsewhere.model_config.model = "nobody/nothing"
+    found["absent"] = told(elsewhere)
+    same_cache = config(mm_processor_cache_gb=1, limit_mm_per_prompt={"image": 2, "video": 0})
+    found["cache sizes"] = told(same_cache)
+
+    # Another model under the same name: the same bytes but one, and the same time of change for all that one can set.
+    weights = model / "model.safetensors"
+    stat = weights.stat()
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    found["other weights"] = told(config())
+    shutil.copy(model / "preprocessor_config.json", model / "kept.txt")
+    options = json.loads((model / "preprocessor_config.json").read_text())
+    before = told(config())
+    (model / "preprocessor_config.json").write_text(json.dumps({**options, "image_mean": [0.5, 0.5, 0.5]}))
+    found["other processor"] = [before, told(config())]
+    shutil.copy(model / "kept.txt", model / "preprocessor_config.json")
+
+    keys = identity.Identity(lambda: identity.of_encoder(config(), "cpu"), False, logging.warning)
+    found["keys"] = [
+        keys.key(name) is not None for name in ("ab" * 32, "ab" * 64, "cat.png", "renderer0-mm-1-image-0")
+    ]
+    trusting = identity.Identity(lambda: identity.of_encoder(config(), "cpu"), True, logging.warning)
+    found["uuids"] = trusting.key("cat.png") is not None
+
+    found["connector"] = connector(config)
+    found["unknown"] = unknown(config, settings, seams)
+    json.dump(found, answers)
+    answers.close()
+    os._exit(0)
+
+
+def connector(config: Any) -> dict[str, str]:
+    """How vLLM finds it, and what it says where it cannot."""
+    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+
+    from tests.vllm import kit
+
+    found: dict[str, str] = {}
+    transfer = kit.transfer(None)
+    asked = config()
+    found["class"] = ECConnectorFactory.get_connector_class(asked.ec_transfer_config).__module__
+    del transfer["ec_connector_module_path"]
+    for name, extra in {"path": transfer, "option": {**kit.transfer(None, brokr="x")}}.items():
+        try:
+            asked = config(ec_transfer_config=extra)
+            from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+
+            ECConnectorFactory.create_connector(asked, ECConnectorRole.SCHEDULER)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def unknown(config: Any, settings: Any, seams: Any) -> dict[str, Any]:
+    """The same on a version that nobody has tested."""
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+    from vllm.renderers import base
+
+    from mmbroker.adapters.vllm import connector
+
+    said: list[str] = []
+    connector.logger.warning = lambda text, *rest: said.append(text % rest)  # type: ignore[method-assign]
+    settings.VERSIONS = ("9.9.9",)
+    asked = config()
+    halves = [connector.MMBrokerConnector(asked, role) for role in ECConnectorRole]
+    before = base.processor_cache_from_config
+    base.processor_cache_from_config = original = before.__wrapped__
+    seams.install()
+    return {
+        "said": said,
+        "hooked": base.processor_cache_from_config is not original,
+        "serves": any(half.scheduler or half.worker for half in halves),
+        "waits": not halves[0].ensure_cache_available(None, 0) or halves[0].has_cache_item("ab" * 32),
+    }
+
+
+if __name__ == "__main__":
+    main()
