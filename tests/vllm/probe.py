@@ -2,18 +2,76 @@
 
 Each event appends one byte to a file in ``$TEST_PROBE``, so that a file's size is the count, over all processes. And
 faults: while there is a file ``lose`` there, no lookup finds an encoder's output; while there is ``miss``, no item has
-its tensors.
+its tensors. With ``$TEST_PROBE_TIMES`` set, nanoseconds are noted as well, a line each: ``cpu_ns`` of processor time
+for each picture's preprocessing, and ``half_ns`` in a connector's scheduler half for each step that asked it anything.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 
 def note(name: str, count: int = 1) -> None:
     with open(os.path.join(os.environ["TEST_PROBE"], name), "ab") as file:
         file.write(b"." * count)
+
+
+def times() -> None:
+    from vllm.distributed.ec_transfer.ec_connector.example_connector import ECExampleConnector
+    from vllm.multimodal.processing.processor import BaseMultiModalProcessor
+
+    from mmbroker.adapters.vllm.connector import MMBrokerConnector
+
+    def line(name: str, value: int) -> None:
+        with open(os.path.join(os.environ["TEST_PROBE"], name), "a") as file:
+            file.write(f"{value}\n")
+
+    apply = BaseMultiModalProcessor.apply
+
+    def timed_apply(self: Any, *args: Any) -> Any:
+        start = time.thread_time_ns()
+        try:
+            return apply(self, *args)
+        finally:
+            line("cpu_ns", time.thread_time_ns() - start)
+
+    BaseMultiModalProcessor.apply = timed_apply
+    spent = [0, 0]
+
+    def timed(original: Any) -> Any:
+        def call(*args: Any) -> Any:
+            start = time.perf_counter_ns()
+            result = original(*args)
+            spent[0] += time.perf_counter_ns() - start
+            spent[1] += 1
+            return result
+
+        return call
+
+    def timed_build(original: Any) -> Any:
+        original = timed(original)
+
+        def call(*args: Any) -> Any:
+            asked = spent[1]
+            result = original(*args)
+            if asked:
+                line("half_ns", spent[0])
+            spent[:] = [0, 0]
+            return result
+
+        return call
+
+    for connector in (ECExampleConnector, MMBrokerConnector):
+        for name in (
+            "has_cache_item",
+            "ensure_cache_available",
+            "update_state_after_alloc",
+            "request_finished",
+        ):
+            setattr(connector, name, timed(getattr(connector, name)))
+        connector.build_connector_meta = timed_build(connector.build_connector_meta)
 
 
 def ordered(fault: str) -> bool:
@@ -47,6 +105,8 @@ def register() -> None:
         return
     model._probed = True
     faults()
+    if os.environ.get("TEST_PROBE_TIMES"):
+        times()
     embed, call = model.embed_multimodal, BaseMultiModalProcessor._call_hf_processor
 
     def embed_multimodal(self: Any, **kwargs: Any) -> Any:
