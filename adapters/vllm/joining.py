@@ -67,7 +67,9 @@ class Joining:
                     logger.exception("mmbroker: %s cannot join a broker", self._name)
                 if says:
                     says = False
-                    logger.warning("mmbroker: %s has no broker, and vLLM serves without: %s", self._name, error)
+                    logger.warning(
+                        "mmbroker: %s has no broker, and vLLM serves without: %s", self._name, error
+                    )
                 self._stop.wait(pause)
                 pause = min(pause * 2, _PAUSES[1])
                 continue

@@ -29,9 +29,8 @@ class Receiver(BaseMultiModalReceiverCache):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, asked: settings.Settings) -> None:
         super().__init__()
-        parallel = vllm_config.parallel_config
         self._engine = items.engine_for_items(vllm_config)
-        self._rank, self._world = parallel.data_parallel_rank, parallel.data_parallel_size
+        self._rank, self._world = vllm_config.parallel_config.data_parallel_index, asked.replicas
         self._table: mmbroker.FeatureTable | None = None
         self.counts = {"received": 0, "received_missing": 0}
         self._joining = Joining(asked.broker, f"{self._engine}-{self._rank}", self._attach, self._stats)

@@ -21,10 +21,12 @@ def install() -> None:
     """Set the hooks of this process, once."""
     if settings.unknown_version() is not None:
         return
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.multimodal.processing.processor import BaseMultiModalProcessor
     from vllm.renderers import base as renderers
     from vllm.v1.engine import async_llm, core, llm_engine, output_processor
 
+    _hook(EngineArgs, "create_engine_config", _configure)
     _hook(renderers, "processor_cache_from_config", _sender)
     _hook(core, "engine_receiver_cache_from_config", _receiver)
     _hook(BaseMultiModalProcessor, "_cached_apply_hf_processor", _process)
@@ -53,6 +55,20 @@ def _asked(vllm_config: Any) -> settings.Settings | None:
     if asked is None or not asked.processors or not vllm_config.model_config.supports_multimodal_inputs:
         return None
     return asked
+
+
+def _configure(original: Callable[..., Any], arguments: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND `EngineArgs.create_engine_config`, before any other process gets the configuration."""
+    vllm_config = original(arguments, *args, **kwargs)
+    if settings.asked(vllm_config) is not None:
+        extra, parallel = (
+            vllm_config.ec_transfer_config.ec_connector_extra_config,
+            vllm_config.parallel_config,
+        )
+        extra["replicas"] = parallel.data_parallel_size
+        if parallel.data_parallel_size_local != parallel.data_parallel_size:
+            extra["processors"] = False  # a broker serves one node, and some replicas are elsewhere
+    return vllm_config
 
 
 def _sender(original: Callable[[Any], Any], vllm_config: Any) -> Any:

@@ -18,6 +18,7 @@ _KINDS: Final[Mapping[str, tuple[Any, str]]] = {
     "broker": (str | None, "the path of a directory"),
     "wait": _NUMBER,
     "save_mib": _NUMBER,
+    "replicas": (int, "a number"),
 }
 
 
@@ -25,13 +26,15 @@ _KINDS: Final[Mapping[str, tuple[Any, str]]] = {
 class Settings:
     """`broker`: the instance directory, None: find it. `wait`: how long a request that has its pixels waits for the
     broker's answer, in seconds. `save_mib`: most encoder outputs that wait to be saved, in MiB. `processors`: keep
-    what processors put out, too. `uuids`: identities that clients give name content, as hashes do."""
+    what processors put out, too. `uuids`: identities that clients give name content, as hashes do. `replicas`: how
+    many the engine has; the general plugin fills it in, because a replica forgets that it is not alone."""
 
     broker: str | None = None
     wait: float = 0.25
     save_mib: float = 256.0
     processors: bool = True
     uuids: bool = False
+    replicas: int = 1
 
 
 def read(extra: Mapping[str, Any]) -> Settings:
@@ -76,6 +79,5 @@ def engine_name(vllm_config: Any) -> str:
 
 def replica_name(vllm_config: Any) -> str:
     """Each replica of an engine has a scheduler of its own, and is an engine of its own to the broker."""
-    parallel = vllm_config.parallel_config
-    name = engine_name(vllm_config)
-    return name if parallel.data_parallel_size == 1 else f"{name}-dp{parallel.data_parallel_rank}"
+    index = vllm_config.parallel_config.data_parallel_index
+    return engine_name(vllm_config) + (f"-dp{index}" if index else "")

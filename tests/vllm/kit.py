@@ -19,8 +19,8 @@ from typing import Any
 from mmbroker.demo.model import tiny_model
 from tests import kit
 
-#: How long an engine may take to start, or to answer, in seconds.
-PATIENCE = 120.0
+#: How long an engine may take to start, and to answer, in seconds.
+START, PATIENCE = 280.0, 120.0
 
 
 @cache
@@ -103,6 +103,7 @@ def environment(scratch: Path, probe: Probe) -> dict[str, str]:
         "TEST_PROBE": str(probe.directory),
         "PYTHONPATH": os.pathsep.join([str(probe.site), str(Path(__file__).parents[2])]),
         "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all engines' workers share the first core
     }
 
 
@@ -128,15 +129,15 @@ class Program:
         self.process.stdin.write(json.dumps(value) + "\n")
         self.process.stdin.flush()
 
-    def answer(self) -> Any:
+    def answer(self, patience: float = PATIENCE) -> Any:
         assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
+        readable, _, _ = select.select([self.process.stdout], [], [], patience)
         line = self.process.stdout.readline() if readable else ""
         assert line, f"no answer from vLLM: {self.text()[-6000:]}"
         return json.loads(line)
 
     def ready(self) -> Program:
-        assert self.answer() == "ready"
+        assert self.answer(START) == "ready"
         return self
 
     def post(self, *prompts: Sequence[Any]) -> None:

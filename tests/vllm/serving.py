@@ -63,7 +63,7 @@ class Server:
             assert self.process.poll() is None, self.text()[-4000:]
             return self.healthy()
 
-        eventually(up, "a server that answers", 2 * kit.PATIENCE)
+        eventually(up, "a server that answers", kit.START)
         return self
 
     def healthy(self) -> bool:

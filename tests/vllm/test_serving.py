@@ -17,21 +17,24 @@ PICTURES = 4
 REQUESTS = 40  # nine of ten are repeats
 
 
-def test_two_api_servers_preprocess_each_picture_once() -> None:
+def test_two_api_servers_and_two_replicas_preprocess_each_picture_once() -> None:
     with kit.scratch() as directory, kit.running_broker(directory / "broker") as broker:
         probe = kit.Probe(directory)
         transfer = kit.transfer(broker.directory)
-        with serving.serving(directory, probe, "--api-server-count", "2", transfer=transfer) as server:
+        flags = ("--api-server-count", "2", "--data-parallel-size", "2")
+        with serving.serving(directory, probe, *flags, transfer=transfer) as server:
 
             def joined() -> bool:
-                names = [session["name"] for session in broker.status()["sessions"]]
-                return all(
-                    any(n.endswith(role) for n in names) for role in ("/scheduler", "/worker-0", "/items-0")
-                )
+                names = [session["name"].rpartition("/")[2] for session in broker.status()["sessions"]]
+                ranks = {"items-0", "items-1"} <= set(names)
+                return ranks and names.count("scheduler") == names.count("worker-0") == 2
 
-            eventually(joined, "the engine has joined", 30)
+            eventually(joined, "both replicas have joined", 30)
             with probe.change() as change:
                 fresh = [server.ask([seed]) for seed in range(PICTURES)]
+                eventually(
+                    lambda: kit.tally(broker.status(), "/worker-0").get("saved") == PICTURES, "saves", 30
+                )
                 seeds = [n % PICTURES for n in range(REQUESTS - PICTURES)]
                 with concurrent.futures.ThreadPoolExecutor(4) as pool:
                     again = list(pool.map(lambda seed: server.ask([seed]), seeds))
