@@ -57,6 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     absent = set() if "gpu" in str(config.option.markexpr) else {"gpu"}
     if importlib.util.find_spec("vllm") is None:
         absent.add("vllm")
+    if not os.environ.get("MMBROKER_SGLANG"):
+        absent.add("both")
     if browser.find() is None:
         absent.add("browser")
     out = [item for item in items if any(item.get_closest_marker(name) for name in absent)]

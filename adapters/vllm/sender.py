@@ -13,6 +13,7 @@ be shared, vLLM's own cache of this process serves.
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,8 +35,8 @@ from .joining import Joining
 
 logger = logging.getLogger("vllm.mmbroker")
 
-#: How long a broker that is there may take, in seconds; afterwards vLLM goes its own way.
-_TIMEOUT: Final = 2.0
+#: How long a broker that is there may take, in seconds; then vLLM goes its own way, and asks no more for a while.
+_TIMEOUT, _SILENCE = 1.0, 10.0
 #: How long a starting API server waits for a broker, in seconds.
 _PATIENCE: Final = 3.0
 #: Most heads that are remembered here.
@@ -69,8 +70,8 @@ class Sender(BaseMultiModalProcessorCache):  # type: ignore[misc]
         self._joining: Joining | None = None  # made at the first request: this process may fork before
         self._table: mmbroker.FeatureTable | None = None
         self._heads: OrderedDict[str, items.Head] = OrderedDict()
+        self._silent_until = 0.0
         self._found: dict[str, Found] = {}  # for the request that is being processed
-        self._unsent: set[str] = set()  # whose pixels are wanted, whatever is there
         self._processor: Any = None
         self._inputs: Any = None
         self._modalities: Iterator[str] = iter(())  # vLLM asks for one after the other
@@ -98,8 +99,7 @@ class Sender(BaseMultiModalProcessorCache):  # type: ignore[misc]
             try:
                 self._look_up(next(self._modalities), mm_hashes)
             except (BrokerError, msgspec.MsgspecError) as error:
-                self.counts["sender_errors"] += 1
-                logger.debug("mmbroker: pictures could not be looked up", exc_info=error)
+                self._failed(error, "pictures could not be looked up")
         return [self.is_cached_item(mm_hash) for mm_hash in mm_hashes]
 
     def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
@@ -138,7 +138,13 @@ class Sender(BaseMultiModalProcessorCache):  # type: ignore[misc]
         if self._joining is None:
             self._joining = Joining(self._asked.broker, self._name, self._attach, self._stats)
             self._joining.joined.wait(_PATIENCE)
-        return self._joining.there
+        return self._joining.there if time.monotonic() >= self._silent_until else None
+
+    def _failed(self, error: Exception, what: str) -> None:
+        self.counts["sender_errors"] += 1
+        logger.debug("mmbroker: %s", what, exc_info=error)
+        if isinstance(error, mmbroker.DeadlineExceeded):
+            self._silent_until = time.monotonic() + _SILENCE
 
     def _attach(self, client: mmbroker.Client) -> None:
         """To read heads."""
@@ -241,8 +247,7 @@ class Sender(BaseMultiModalProcessorCache):  # type: ignore[misc]
                 taken.tensors, key=keys[1], to=self._engine, modality=modality, private=True, timeout=_TIMEOUT
             )
         except BrokerError as error:
-            self.counts["sender_errors"] += 1
-            logger.debug("mmbroker: a picture goes vLLM's own way", exc_info=error)
+            self._failed(error, "a picture goes vLLM's own way")
             return self._own.get_and_update_item(mm_item, mm_hash)
         self.counts["put"] += 1
         told = self._remember(mm_hash, items.read_head(taken.head))

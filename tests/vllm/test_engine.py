@@ -5,6 +5,9 @@ The engines start once for all tests here, which run in their order, each with p
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -148,6 +151,39 @@ def test_a_broker_that_is_killed_and_comes_back(scene: Scene) -> None:
         assert scene.second.ask([14]) == scene.alone.ask([14])
     assert change == {"processed": 0, "encoded": 0}
     scene.at_rest()
+
+
+@pytest.mark.both
+def test_sglang_and_vllm_share_a_broker_and_no_entries(scene: Scene) -> None:
+    """The same pictures: each engine finds its own, and never what the other made of them."""
+    pictures = [20, 21]
+    sglang = subprocess.Popen(
+        [
+            os.environ["MMBROKER_SGLANG"],
+            *("-m", "tests.vllm.sglang_program", str(scene.broker.directory), str(pictures)),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        text=True,
+    )
+    assert sglang.stdin is not None and sglang.stdout is not None
+    try:
+        told = json.loads(sglang.stdout.readline())
+        assert told["takes"] >= len(pictures), "SGLang went through the broker"
+        prompts = [[seed] for seed in pictures]
+        with scene.probe.change() as change:
+            assert scene.fill(*prompts) == scene.alone.ask(*prompts)
+        assert change == {"processed": 2, "encoded": 2}
+        with scene.probe.change() as change:
+            assert scene.second.ask(*prompts) == scene.alone.ask(*prompts)
+        assert change == {"processed": 0, "encoded": 0}
+        engines = {str(session["engine"]).partition("-")[0] for session in scene.broker.status()["sessions"]}
+        assert {"sglang", "vllm"} <= engines
+    finally:
+        sglang.stdin.close()
+        sglang.wait(60)
+        sglang.stdout.close()
 
 
 def test_nobody_died(scene: Scene) -> None:
