@@ -77,6 +77,7 @@ def main() -> None:
     found["uuids"] = trusting.key("cat.png") is not None
 
     found["connector"] = connector(config)
+    found["items"] = taken_apart()
     found["unknown"] = unknown(config, settings, seams)
     json.dump(found, answers)
     answers.close()
@@ -103,6 +104,72 @@ def connector(config: Any) -> dict[str, str]:
         except ValueError as error:
             found[name] = str(error)
     return found
+
+
+def taken_apart() -> dict[str, bool]:
+    """Items of several kinds of fields, there and back; prompt updates of several kinds."""
+    import torch
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItem
+    from vllm.multimodal.processing.processor import (
+        PromptIndexTargets,
+        PromptUpdateDetails,
+        ResolvedPromptUpdate,
+        UpdateMode,
+    )
+
+    from mmbroker.adapters.vllm import items
+    from mmbroker.proto.reference import Reference
+
+    pixels, grid = torch.rand(64, 1176), torch.tensor([[1, 8, 8]])
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid.prod(-1)),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+        "scale": MultiModalFieldConfig.shared("image", 1),
+    }
+    values = {"pixel_values": pixels, "image_grid_thw": grid, "scale": torch.tensor(2.0)}
+    item = MultiModalKwargsItem({name: fields[name].build_elems(name, values[name])[0] for name in values})
+
+    def update(target: Any, mask: bool) -> Any:
+        full = [7, 8, 8, 8, 9]
+        content = PromptUpdateDetails.select_token_id(full, 8) if mask else PromptUpdateDetails(full)
+        return ResolvedPromptUpdate("image", 0, UpdateMode.REPLACE, target, content)
+
+    plain = [update([5], False), update([5, 6], True)]
+    taken = items.apart(item, plain)
+    assert taken is not None
+    head = items.read_head(taken.head)
+    back = items.updates_of(head, "image")
+    reference = Reference(bytes(16), 1, 2, 3, bytes(32), "float32", (64, 1176), pixels.nbytes)
+
+    class Use:
+        tensors = taken.tensors
+
+        def __enter__(self) -> Use:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    class Table:
+        def take(self, ref: Any) -> Use:
+            assert Reference.from_wire(ref) == reference
+            return Use()
+
+    whole = items.whole(items.referring(head, reference), Table())  # type: ignore[arg-type]
+    bare = items.bare(head, frozenset({"image_grid_thw"}))
+    return {
+        "same fields": whole == item,
+        "only pixels travel": [t.nbytes for t in taken.tensors] == [pixels.nbytes] and len(taken.head) < 4096,
+        "same updates": [(u.target, u.content.full) for u in back]
+        == [(u.target, u.content.full) for u in plain],
+        "same mask": torch.equal(
+            back[1].content.is_embed(back[1].content.full), torch.tensor([False, True, True, True, False])
+        ),
+        "bare": bare is not None and dict(bare) == {"image_grid_thw": item["image_grid_thw"]},
+        "nothing to go by": items.bare(head, frozenset()) is None,
+        "large metadata": items.bare(head, frozenset({"pixel_values"})) is None,
+        "code in a target": items.apart(item, [update(PromptIndexTargets.start(), False)]) is None,
+    }
 
 
 def unknown(config: Any, settings: Any, seams: Any) -> dict[str, Any]:
