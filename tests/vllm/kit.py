@@ -159,9 +159,14 @@ class Program:
     def lines(self, word: str) -> list[str]:
         return [line for line in self.text().splitlines() if word in line]
 
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
+    def hang_up(self) -> None:
+        """Have it end by itself."""
+        assert self.process.stdin is not None
         self.process.stdin.close()
+
+    def close(self) -> None:
+        assert self.process.stdout is not None
+        self.hang_up()
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:

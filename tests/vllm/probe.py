@@ -78,11 +78,11 @@ def ordered(fault: str) -> bool:
     return os.path.exists(os.path.join(os.environ["TEST_PROBE"], fault))
 
 
-def faults() -> None:
+def adapter() -> None:
     import mmbroker
-    from mmbroker.adapters.vllm import items, lookups
+    from mmbroker.adapters.vllm import items, lookups, saving
 
-    fetch, whole = lookups.Lookups._fetch, items.whole
+    fetch, whole, put = lookups.Lookups._fetch, items.whole, saving.Saves._put
 
     def lossy(self: Any, keys: Any) -> Any:
         return {} if ordered("lose") else fetch(self, keys)
@@ -92,6 +92,12 @@ def faults() -> None:
             raise mmbroker.FeatureMissing("a test has ordered so")
         return whole(item, table)
 
+    def put_and_note(self: Any, batch: Any) -> None:
+        before = self.counts["saved"]
+        put(self, batch)
+        note("saved", self.counts["saved"] - before)
+
+    saving.Saves._put = put_and_note  # type: ignore[method-assign]
     lookups.Lookups._fetch = lossy  # type: ignore[method-assign]
     items.whole = missing
 
@@ -104,7 +110,7 @@ def register() -> None:
     if hasattr(model, "_probed"):
         return
     model._probed = True
-    faults()
+    adapter()
     if os.environ.get("TEST_PROBE_TIMES"):
         times()
     embed, call = model.embed_multimodal, BaseMultiModalProcessor._call_hf_processor

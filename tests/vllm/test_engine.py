@@ -40,6 +40,7 @@ class Scene:
         ]
         for engine in engines:
             stack.callback(engine.close)
+        stack.callback(lambda: [engine.hang_up() for engine in engines])  # they end side by side
         self.alone, self.first, self.second = (engine.ready() for engine in engines)
 
     def start_broker(self) -> None:
@@ -56,14 +57,11 @@ class Scene:
 
     def fill(self, *prompts: list[int]) -> list[Any]:
         """The first engine answers, and what it encoded is kept."""
-        before = self.tally("/worker-0").get("saved", 0)
+        before = self.probe.count("saved")
         with self.probe.change() as change:
             answers = self.first.ask(*prompts)
-        eventually(lambda: self.tally("/worker-0").get("saved", 0) == before + change["encoded"], "saves", 30)
+        eventually(lambda: self.probe.count("saved") == before + change["encoded"], "saves", 30)
         return answers
-
-    def tally(self, role: str) -> dict[str, int]:
-        return kit.tally(self.broker.status(), role)
 
     def at_rest(self) -> None:
         def rests() -> bool:

@@ -32,9 +32,7 @@ def test_two_api_servers_and_two_replicas_preprocess_each_picture_once() -> None
             eventually(joined, "both replicas have joined", 30)
             with probe.change() as change:
                 fresh = [server.ask([seed]) for seed in range(PICTURES)]
-                eventually(
-                    lambda: kit.tally(broker.status(), "/worker-0").get("saved") == PICTURES, "saves", 30
-                )
+                eventually(lambda: probe.count("saved") == PICTURES, "saves", 30)
                 seeds = [n % PICTURES for n in range(REQUESTS - PICTURES)]
                 with concurrent.futures.ThreadPoolExecutor(4) as pool:
                     again = list(pool.map(lambda seed: server.ask([seed]), seeds))
@@ -62,7 +60,7 @@ def test_two_ranks_load_what_they_saved() -> None:
             prompts = [[1], [2, 3]]
             eventually(lambda: kit.tally(broker.status(), "/scheduler"), "the scheduler has joined", 30)
             first = engine.ask(*prompts)
-            eventually(lambda: kit.tally(broker.status(), "/worker-0").get("saved") == 3, "saves", 30)
+            eventually(lambda: probe.count("saved") == 3, "saves", 30)
             engine.forget()
             with probe.change() as change:
                 second = engine.ask(*prompts)
