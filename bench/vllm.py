@@ -34,6 +34,7 @@ from tests.vllm import fakes, kit, serving
 
 WAYS: Final = ("lru", "shm", "example", "mmbroker")
 RATES: Final = (0, 50, 90)
+SHAPES: Final = ("1x1", "1x2", "2x1", "2x2")
 #: Requests that are under way at once.
 CLIENTS: Final = 4
 #: Side of a picture, in pixels.
@@ -225,6 +226,9 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=WAYS, action="append", help="measure this way alone; may be repeated"
     )
+    parser.add_argument(
+        "--shape", choices=SHAPES, action="append", help="engines x API servers of each; may be repeated"
+    )
     parser.add_argument("--requests", type=int, default=80, help="in each line (80)")
     parser.add_argument("--quick", action="store_true", help="one engine, one API server, few requests")
     parser.add_argument("--step", action="store_true", help="the scheduler half alone: needs no vLLM")
@@ -237,18 +241,18 @@ def main() -> None:
     found: dict[str, Any] = {
         "date": machine.date(),
         "machine": machine.describe(),
-        "versions": machine.versions(),
+        "versions": {**machine.versions(), "vllm": machine.version("vllm")},
         "step": measure_step(),
         "lines": [],
     }
     if not options.step:
         os.environ["TEST_PROBE_TIMES"] = "1"
         with larger_pictures():
-            for engines in (1,) if options.quick else (1, 2):
-                for servers in (1,) if options.quick else (1, 2):
-                    for way in options.only or WAYS:
-                        requests = 12 if options.quick else options.requests
-                        found["lines"] += measure_way(way, servers, engines, requests, say)
+            for shape in SHAPES[:1] if options.quick else options.shape or SHAPES:
+                engines, servers = map(int, shape.split("x"))
+                for way in options.only or WAYS:
+                    requests = 12 if options.quick else options.requests
+                    found["lines"] += measure_way(way, servers, engines, requests, say)
     found["seconds"] = round(time.monotonic() - started, 1)
     show(found)
     if options.json is not None:

@@ -46,6 +46,9 @@ def test_two_api_servers_and_two_replicas_preprocess_each_picture_once() -> None
                 return all(tally.get("bare", 0) + tally.get("referred", 0) for tally in tallies)
 
             eventually(both_served, "both API servers have served", 60)
+            with probe.fault("lose"):
+                lost = server.ask([3, 0])
+            assert lost == server.ask([3, 0]) and "is sent again" in server.text()
             broker.kill()
             assert server.ask([0]) == fresh[0], "without a broker it goes vLLM's own way"
             assert server.ask([1, 2]) == server.ask([1, 2])
