@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,6 +29,7 @@ ELSEWHERE = {
     r"python3 -m venv venv": "`test_wheel` makes an environment",
     r"(\S*/)?pip install .*": "needs an index; `test_wheel` installs the wheel with what it needs",
     r"(\w+=\S+ )*python -m sglang\.launch_server .*": "needs a model; `tests/sglang` starts it with these flags",
+    r"vllm serve .*": "needs a model; `tests/vllm` starts it with this connector",
     r"mmbroker top": "needs a terminal; `cli/test_top` has one",
     r"mmbroker bench": "takes minutes; `cli/test_bench` runs its short form",
     r"mmbroker profile PID": "needs an engine; `sglang/test_serving` and `cli/test_profile` have one",
@@ -155,6 +158,18 @@ def test_extras_that_are_installed_are_ones() -> None:
         for extra in re.findall(r"pip install '(?:mmbroker|\.)\[(\w+)\]'", page.read_text())
     }
     assert {"client", "otel", "profile"} <= asked <= extras
+
+
+def test_vllms_connector_is_ours() -> None:
+    from mmbroker.adapters.vllm import settings
+
+    asked = [shlex.split(line) for line in LINES if line.startswith("vllm serve ")]
+    assert len(asked) >= 2
+    for words in asked:
+        told = json.loads(words[words.index("--ec-transfer-config") + 1])
+        settings.read(told.pop("ec_connector_extra_config", {}))
+        found = {"ec_connector": settings.CONNECTOR, "ec_connector_module_path": settings.MODULE}
+        assert told == {**found, "ec_role": "ec_both"}
 
 
 @pytest.mark.sglang
