@@ -22,6 +22,8 @@ from mmbroker.proto.errors import BrokerError
 from mmbroker.proto.keys import Key
 from mmbroker.proto.reference import Reference
 
+from .saying import Saying
+
 logger = logging.getLogger("vllm.mmbroker")
 
 #: How long one lookup may take, in seconds.
@@ -80,6 +82,7 @@ class Lookups:
         self._over: deque[Found] = deque()
         self._bell = threading.Event()
         self._stop = False
+        self._saying = Saying("encoder outputs could not be looked up")
         self._reconnects: dict[mmbroker.Client, int] = {}
         self.counts = {"lookups": 0, "found": 0, "lookup_errors": 0}
         self._thread = threading.Thread(target=self._run, name="mmbroker-lookups", daemon=True)
@@ -208,7 +211,7 @@ class Lookups:
             helds = client.lookup_many(list(keys.values()), to=self._engine, private=True, timeout=TIMEOUT)
         except BrokerError as error:
             self.counts["lookup_errors"] += 1
-            logger.debug("mmbroker: encoder outputs could not be looked up", exc_info=error)
+            self._saying.count(f"{type(error).__name__}: {error}", len(keys))
             return {}
         found = {name: held for name, held in zip(keys, helds, strict=True) if held is not None}
         self.counts["found"] += len(found)

@@ -16,6 +16,8 @@ import mmbroker
 from mmbroker.proto.errors import BrokerError
 from mmbroker.proto.keys import Key
 
+from .saying import Saying
+
 logger = logging.getLogger("vllm.mmbroker")
 
 #: How long the broker may take to find room, in seconds: it is a cache, and nobody waits for this one.
@@ -36,6 +38,7 @@ class Saves:
         self._offered = self._ended = 0  # bytes so far: each is written by one thread
         self._bell = threading.Event()
         self._stop = False
+        self._saying = Saying("encoder outputs were not saved")
         self._thread: threading.Thread | None = None
         self.counts = {
             "saved": 0,
@@ -63,6 +66,7 @@ class Saves:
             return
         if self.pending + tensor.nbytes > self._budget:
             self.counts["save_over_budget"] += 1
+            self._saying.count(f"{self.pending} bytes wait already, and save_mib allows {self._budget}")
             return
         self._offered += tensor.nbytes
         self._waiting.append((identifier, tensor.detach(), _written(tensor)))
@@ -88,8 +92,7 @@ class Saves:
                     self.counts["save_errors"] += len(batch)
                     if not isinstance(error, BrokerError):
                         logger.exception("mmbroker: encoder outputs could not be saved")
-                    else:
-                        logger.debug("mmbroker: encoder outputs were not saved", exc_info=error)
+                    self._saying.count(f"{type(error).__name__}: {error}", len(batch))
                 self._ended += sum(tensor.nbytes for _, tensor, _ in batch)
                 del batch
 

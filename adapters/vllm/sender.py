@@ -32,6 +32,7 @@ from mmbroker.proto.keys import Key
 
 from . import identity, items, settings
 from .joining import Joining
+from .saying import Saying
 
 logger = logging.getLogger("vllm.mmbroker")
 
@@ -71,6 +72,7 @@ class Sender(BaseMultiModalProcessorCache):  # type: ignore[misc]
         self._table: mmbroker.FeatureTable | None = None
         self._heads: OrderedDict[str, items.Head] = OrderedDict()
         self._silent_until = 0.0
+        self._saying = Saying("pictures went to the engine vLLM's own way")
         self._found: dict[str, Found] = {}  # for the request that is being processed
         self._processor: Any = None
         self._inputs: Any = None
@@ -99,7 +101,7 @@ class Sender(BaseMultiModalProcessorCache):  # type: ignore[misc]
             try:
                 self._look_up(next(self._modalities), mm_hashes)
             except (BrokerError, msgspec.MsgspecError) as error:
-                self._failed(error, "pictures could not be looked up")
+                self._failed(error)
         return [self.is_cached_item(mm_hash) for mm_hash in mm_hashes]
 
     def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
@@ -140,9 +142,9 @@ class Sender(BaseMultiModalProcessorCache):  # type: ignore[misc]
             self._joining.joined.wait(_PATIENCE)
         return self._joining.there if time.monotonic() >= self._silent_until else None
 
-    def _failed(self, error: Exception, what: str) -> None:
+    def _failed(self, error: Exception) -> None:
         self.counts["sender_errors"] += 1
-        logger.debug("mmbroker: %s", what, exc_info=error)
+        self._saying.count(f"{type(error).__name__}: {error}")
         if isinstance(error, mmbroker.DeadlineExceeded):
             self._silent_until = time.monotonic() + _SILENCE
 
@@ -247,7 +249,7 @@ class Sender(BaseMultiModalProcessorCache):  # type: ignore[misc]
                 taken.tensors, key=keys[1], to=self._engine, modality=modality, private=True, timeout=_TIMEOUT
             )
         except BrokerError as error:
-            self._failed(error, "a picture goes vLLM's own way")
+            self._failed(error)
             return self._own.get_and_update_item(mm_item, mm_hash)
         self.counts["put"] += 1
         told = self._remember(mm_hash, items.read_head(taken.head))

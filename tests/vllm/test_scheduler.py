@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mmbroker.adapters.vllm.lookups import TIMEOUT, Found
+from mmbroker.adapters.vllm.saying import Saying
 from tests.kit import Puppet, eventually
 
 from .fakes import Client, Scene, request
@@ -271,6 +272,18 @@ def test_a_key_that_cannot_be_made_is_absent(scene: Callable[..., Scene]) -> Non
     s.until_ready(good)
     s.half.request_finished("bad")
     s.half.request_finished("good")
+
+
+def test_what_goes_its_own_way_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    saying = Saying("pictures went their own way", lambda: now[0])
+    for moment in (0.0, 1.0, 59.0, 61.0):
+        now[0] = moment
+        saying.count(f"at {moment:g}", 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "mmbroker: pictures went their own way (2). The last one: at 0",
+        "mmbroker: pictures went their own way (6). The last one: at 61",
+    ]
 
 
 def test_steps_make_no_system_call(puppet: Callable[..., Puppet]) -> None:
