@@ -60,7 +60,7 @@ class Server:
 
     def ready(self) -> Server:
         def up() -> bool:
-            assert self.process.poll() is None, self.text()[-4000:]
+            assert self.process.poll() is None, self.text()[-20000:]
             return self.healthy()
 
         eventually(up, "a server that answers", kit.START)
