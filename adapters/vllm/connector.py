@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import (
@@ -41,6 +42,19 @@ class Loaded(ECConnectorWorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
         return self
+
+
+def _harmless(method: Callable[..., None]) -> Callable[..., None]:
+    """An error in it is logged, and costs at most a hold or a save: it must not reach vLLM's loop, which would end."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> None:
+        try:
+            method(*args, **kwargs)
+        except Exception:
+            logger.exception("mmbroker: %s failed", method.__name__)
+
+    return call
 
 
 class MMBrokerConnector(ECConnectorBase):  # type: ignore[misc]
@@ -108,11 +122,19 @@ class MMBrokerConnector(ECConnectorBase):  # type: ignore[misc]
         return self.scheduler is not None and self.scheduler.has_cache_item(identifier)
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
-        return self.scheduler is None or self.scheduler.ensure_cache_available(request, num_computed_tokens)
+        if self.scheduler is None:
+            return True
+        try:
+            return self.scheduler.ensure_cache_available(request, num_computed_tokens)
+        except Exception:
+            logger.exception("mmbroker: request %s cannot be served", request.request_id)
+            self.scheduler.give_up(request.request_id)
+            return False
 
     def take_unavailable_requests(self) -> set[str]:
         return set() if self.scheduler is None else self.scheduler.take_unavailable_requests()
 
+    @_harmless
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         if self.scheduler is not None:
             self.scheduler.update_state_after_alloc(request, index)
@@ -122,15 +144,20 @@ class MMBrokerConnector(ECConnectorBase):  # type: ignore[misc]
             return Loads()
         return Loads(self.scheduler.build_loads(scheduler_output.free_encoder_mm_hashes))
 
+    @_harmless
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.ec_connector_worker_meta
         if self.scheduler is not None and isinstance(told, Loaded):
             self.scheduler.loaded(told.identifiers)
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        if self.scheduler is not None:
-            self.scheduler.request_finished(request.request_id)
+        self._finished(request.request_id)
         return False, None
+
+    @_harmless
+    def _finished(self, request_id: str) -> None:
+        if self.scheduler is not None:
+            self.scheduler.request_finished(request_id)
 
     # --- a worker's process -----------------------------------------------------------------------------------------
 
@@ -139,6 +166,7 @@ class MMBrokerConnector(ECConnectorBase):  # type: ignore[misc]
         if self.worker is not None and isinstance(meta, Loads):
             self.worker.load(encoder_cache, meta.loads)
 
+    @_harmless
     def save_caches(self, encoder_cache: MutableMapping[str, Any], mm_hash: str, **kwargs: Any) -> None:
         if self.worker is not None:
             self.worker.save(encoder_cache, mm_hash)

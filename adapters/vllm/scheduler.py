@@ -144,6 +144,10 @@ class SchedulerHalf:
             need.since = 0.0
         return ready
 
+    def give_up(self, request_id: str) -> None:
+        """Something is wrong with this request or with us: it fails alone."""
+        self._unavailable.add(request_id)
+
     def take_unavailable_requests(self) -> set[str]:
         """Requests that cannot be served: vLLM fails them, and no others."""
         taken, self._unavailable = self._unavailable, set()

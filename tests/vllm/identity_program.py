@@ -78,6 +78,7 @@ def main() -> None:
 
     found["connector"] = connector(config)
     found["items"] = taken_apart()
+    found["broken"] = broken(config)
     found["unknown"] = unknown(config, settings, seams)
     json.dump(found, answers)
     answers.close()
@@ -104,6 +105,29 @@ def connector(config: Any) -> dict[str, str]:
         except ValueError as error:
             found[name] = str(error)
     return found
+
+
+def broken(config: Any) -> list[Any]:
+    """What vLLM's scheduler sees of errors in our half: nothing."""
+    from types import SimpleNamespace
+
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+
+    from mmbroker.adapters.vllm.connector import MMBrokerConnector
+
+    def breaks(*args: Any) -> Any:
+        raise RuntimeError("a test has ordered so")
+
+    one = MMBrokerConnector(config(), ECConnectorRole.SCHEDULER)
+    half: Any = one.scheduler
+    for name in ("ensure_cache_available", "update_state_after_alloc", "loaded", "request_finished"):
+        setattr(half, name, breaks)
+    request = SimpleNamespace(request_id="r", mm_features=[])
+    seen = [one.ensure_cache_available(request, 0), sorted(one.take_unavailable_requests())]
+    one.update_state_after_alloc(request, 0)
+    seen.append(one.request_finished(request))
+    one.shutdown()
+    return seen
 
 
 def taken_apart() -> dict[str, bool]:

@@ -77,6 +77,11 @@ def test_items_are_taken_apart_and_put_together(found: Any) -> None:
 
 
 @pytest.mark.vllm
+def test_an_error_of_ours_costs_one_request(found: Any) -> None:
+    assert found["broken"] == [False, ["r"], [False, None]]
+
+
+@pytest.mark.vllm
 def test_an_unknown_version_is_refused_by_name(found: Any) -> None:
     assert len(found["unknown"]["said"]) == 1 and "vLLM 0.33.0" in found["unknown"]["said"][0]
     assert not (found["unknown"]["hooked"] or found["unknown"]["serves"] or found["unknown"]["waits"])
