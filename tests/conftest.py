@@ -9,6 +9,7 @@ runs must come to zero leases and holds, too.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import shutil
 import signal
@@ -50,9 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need a GPU are chosen only by name: `-m gpu`, or an expression with it, but no other.
 
-    Tests that need a browser are chosen where there is one: it cannot be installed without the machine's owner.
+    Tests that need a browser are chosen where there is one: it cannot be installed without the machine's owner. Those
+    that need the real vLLM run in its own environment.
     """
     absent = set() if "gpu" in str(config.option.markexpr) else {"gpu"}
+    if importlib.util.find_spec("vllm") is None:
+        absent.add("vllm")
+    if not os.environ.get("MMBROKER_SGLANG"):
+        absent.add("both")
     if browser.find() is None:
         absent.add("browser")
     out = [item for item in items if any(item.get_closest_marker(name) for name in absent)]

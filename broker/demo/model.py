@@ -60,15 +60,19 @@ _PICTURES: Final = {
 }
 
 
-def tiny_model() -> Path:
-    """The model's directory in this environment; made by the first call, which takes some seconds."""
-    directory = Path(sys.prefix, "share", "mmbroker", f"tiny-qwen2.5-vl-{_EDITION}")
+def tiny_model(head: int = 16) -> Path:
+    """The model's directory in this environment; made by the first call, which takes some seconds.
+
+    `head`: size of an attention head of its language model, a multiple of 16; engines differ in what they can run.
+    """
+    name = f"tiny-qwen2.5-vl-{_EDITION}" + (f"-{head}" if head != 16 else "")
+    directory = Path(sys.prefix, "share", "mmbroker", name)
     if not directory.exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=directory.parent))
         try:
             making = subprocess.run(
-                [sys.executable, "-m", __name__, str(work)], capture_output=True, text=True
+                [sys.executable, "-m", __name__, str(work), str(head)], capture_output=True, text=True
             )
             if making.returncode:
                 raise BrokerError(f"the tiny model cannot be made:\n{making.stderr[-2000:]}")
@@ -82,7 +86,7 @@ def tiny_model() -> Path:
     return directory
 
 
-def make(directory: Path) -> None:
+def make(directory: Path, head: int = 16) -> None:
     """Write the model."""
     ids, vocabulary = _write_tokenizer(directory)
     _write_json(
@@ -107,7 +111,7 @@ def make(directory: Path) -> None:
         directory / "video_preprocessor_config.json",
         {**_PICTURES, "video_processor_type": "Qwen2VLVideoProcessor"},
     )
-    _write_weights(directory, ids, vocabulary)
+    _write_weights(directory, ids, vocabulary, head)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -132,14 +136,14 @@ def _write_tokenizer(directory: Path) -> tuple[dict[str, int], int]:
     ) * 64
 
 
-def _write_weights(directory: Path, ids: dict[str, int], vocabulary: int) -> None:
+def _write_weights(directory: Path, ids: dict[str, int], vocabulary: int, head: int) -> None:
     import torch
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": vocabulary,
-            "hidden_size": 64,
+            "hidden_size": 4 * head,
             "intermediate_size": 128,
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
@@ -147,7 +151,11 @@ def _write_weights(directory: Path, ids: dict[str, int], vocabulary: int) -> Non
             "max_position_embeddings": 32768,
             "rms_norm_eps": 1e-6,
             "tie_word_embeddings": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [2, 3, 3]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000000.0,
+                "mrope_section": [head // 8, head * 3 // 16, head * 3 // 16],
+            },
             "bos_token_id": ids["<|endoftext|>"],
             "eos_token_id": ids["<|im_end|>"],
             "pad_token_id": ids["<|endoftext|>"],
@@ -158,7 +166,7 @@ def _write_weights(directory: Path, ids: dict[str, int], vocabulary: int) -> Non
             "intermediate_size": 128,
             "num_heads": 4,
             "in_channels": 3,
-            "out_hidden_size": 64,
+            "out_hidden_size": 4 * head,
             "patch_size": 14,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
@@ -181,4 +189,4 @@ def _write_weights(directory: Path, ids: dict[str, int], vocabulary: int) -> Non
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make(Path(sys.argv[1]), int(sys.argv[2]))

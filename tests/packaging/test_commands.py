@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -156,6 +158,18 @@ def test_extras_that_are_installed_are_ones() -> None:
         for extra in re.findall(r"pip install '(?:mmbroker|\.)\[(\w+)\]'", page.read_text())
     }
     assert {"client", "otel", "profile"} <= asked <= extras
+
+
+def test_vllms_connector_is_ours() -> None:
+    from mmbroker.adapters.vllm import settings
+
+    asked = [shlex.split(line) for line in LINES if line.startswith("vllm serve ")]
+    assert len(asked) >= 2
+    for words in asked:
+        told = json.loads(words[words.index("--ec-transfer-config") + 1])
+        settings.read(told.pop("ec_connector_extra_config", {}))
+        found = {"ec_connector": settings.CONNECTOR, "ec_connector_module_path": settings.MODULE}
+        assert told == {**found, "ec_role": "ec_both"}
 
 
 @pytest.mark.sglang

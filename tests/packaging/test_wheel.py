@@ -101,6 +101,7 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
     assert {section: dict(points[section]) for section in points.sections()} == {
         "console_scripts": {"mmbroker": "mmbroker.cli:main"},
         "sglang.srt.plugins": {"mmbroker": "mmbroker.adapters.sglang:register"},
+        "vllm.general_plugins": {"mmbroker": "mmbroker.adapters.vllm:register"},
     }
 
 
@@ -124,8 +125,8 @@ def test_a_plain_install_brings_no_torch() -> None:
         "uvloop",
     }
     extras = project["optional-dependencies"]
-    assert {"client", "cuda", "sglang", "dev"} <= extras.keys()
-    assert extras["sglang"] == []
+    assert {"client", "cuda", "sglang", "vllm", "dev"} <= extras.keys()
+    assert extras["sglang"] == extras["vllm"] == []
 
 
 def test_the_installed_package_is_this_tree() -> None:

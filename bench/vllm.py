@@ -1,0 +1,264 @@
+"""What a broker saves a real vLLM on the CPU, against vLLM's own caches and its example connector.
+
+    python bench/vllm.py [--json FILE] [--quick] [--only WAY]
+
+In the environment of `make env-vllm`. Each way serves requests of one picture each, of which none, half, or nine of ten
+repeat an earlier one, from one and two engines, with one and two API servers each. Counted are requests a second,
+encoder runs, processor seconds in the preprocessing of pictures, and the time in the connector's scheduler half. The
+model is tiny, so requests a second say what the way costs, not what a large encoder saves: that is the encoder runs.
+
+And the scheduler half alone, without vLLM: one step with 64 requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+if not __package__:  # run as a script: the package is this directory
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from bench import machine, stats
+from tests.vllm import fakes, kit, serving
+
+WAYS: Final = ("lru", "shm", "example", "mmbroker")
+RATES: Final = (0, 50, 90)
+SHAPES: Final = ("1x1", "1x2", "2x1", "2x2")
+#: Requests that are under way at once.
+CLIENTS: Final = 4
+#: Side of a picture, in pixels.
+SIDE: Final = 336
+#: Requests in the step that is measured alone, and steps.
+RUNNING, STEPS = 64, 5000
+
+
+# --- the scheduler half alone ---------------------------------------------------------------------------------------
+
+
+def measure_step() -> list[dict[str, Any]]:
+    """Microseconds of all calls of one step: every request decodes, or has one picture that is there."""
+    lines = []
+    names = [f"p{n}" for n in range(RUNNING)]
+    scene = fakes.Scene(fakes.Client(names))
+    keeper = fakes.request("keeper", *names)
+    scene.until_ready(keeper)
+    half = scene.half
+    running = [fakes.request(f"r{n}", names[n]) for n in range(RUNNING)]
+    for one in running:
+        scene.until_ready(one)
+
+    def step(requests: list[fakes.Request], computed: int) -> int:
+        started = time.perf_counter_ns()
+        for one in requests:
+            half.ensure_cache_available(one, computed)
+        if not computed:
+            for one in requests:
+                half.has_cache_item(one.mm_features[0].identifier)
+                half.update_state_after_alloc(one, 0)
+        half.build_loads([])
+        half.take_unavailable_requests()
+        return time.perf_counter_ns() - started
+
+    lines.append({"step": "decode", **stats.us([step(running, 100) for _ in range(STEPS)])})
+    times = []
+    for number in range(STEPS // 10):
+        fresh = [fakes.request(f"{number}-{n}", names[n]) for n in range(RUNNING)]
+        times.append(step(fresh, 0))
+        half.loaded(names)
+        for one in fresh:
+            half.request_finished(one.request_id)
+        half.build_loads(names)
+    lines.append({"step": "load", **stats.us(times)})
+    for one in [*running, keeper]:
+        half.request_finished(one.request_id)
+    scene.close()
+    return lines
+
+
+# --- real engines ---------------------------------------------------------------------------------------------------
+
+
+class Fleet:
+    """Engines of one way, with a probe in all their processes."""
+
+    def __init__(self, stack: ExitStack, way: str, servers: int, engines: int) -> None:
+        self.directory = stack.enter_context(kit.scratch())
+        self.probe = kit.Probe(self.directory)
+        transfer: dict[str, Any] | None = None
+        flags: list[str] = []
+        if way == "mmbroker":
+            broker = stack.enter_context(kit.running_broker(self.directory / "broker", host_mib=1024))
+            transfer = kit.transfer(broker.directory)
+        elif way == "example":
+            transfer = {
+                "ec_connector": "ECExampleConnector",
+                "ec_role": "ec_both",
+                "ec_connector_extra_config": {"shared_storage_path": str(self.directory / "outputs")},
+            }
+            (self.directory / "outputs").mkdir()
+        elif way == "shm":
+            flags = ["--mm-processor-cache-type", "shm"]
+        flags += ["--api-server-count", str(servers)]
+        made = [serving.Server(self.directory, self.probe, *flags, transfer=transfer) for _ in range(engines)]
+        for server in made:
+            stack.callback(server.close)
+        self.servers = [server.ready() for server in made]
+        self.figures()
+
+    def figures(self) -> dict[str, float]:
+        """Since this was last asked: encoder runs, pictures preprocessed, seconds of that, and the scheduler half's
+        time in each step that had requests with pictures."""
+        counts = {name: self.probe.count(name) for name in ("encoded", "processed")}
+        found: dict[str, float] = {n: v - getattr(self, f"_{n}", 0) for n, v in counts.items()}
+        for name, value in counts.items():
+            setattr(self, f"_{name}", value)
+        for name in ("cpu_ns", "half_ns"):
+            path = self.probe.directory / name
+            values = [int(line) for line in path.read_text().split()] if path.exists() else []
+            seen = getattr(self, f"_{name}", 0)
+            setattr(self, f"_{name}", len(values))
+            fresh = values[seen:]
+            found[name] = sum(fresh)
+            if name == "half_ns" and fresh:
+                found["half_us_p50"] = statistics.median(fresh) / 1000
+                found["half_us_p99"] = stats.percentile(fresh, 99) / 1000
+        return found
+
+
+def pictures(count: int, rate: int, seed: int) -> list[int]:
+    """Which picture each request has: `rate` of a hundred repeat one before."""
+    draw = random.Random(seed)
+    fresh = iter(range(seed * 10_000 + 1000, seed * 10_000 + 10_000))
+    asked = [next(fresh)]
+    while len(asked) < count:
+        asked.append(draw.choice(asked) if draw.random() * 100 < rate else next(fresh))
+    return asked
+
+
+def measure_way(way: str, servers: int, engines: int, requests: int, say: Any) -> list[dict[str, Any]]:
+    lines = []
+    with ExitStack() as stack:
+        fleet = Fleet(stack, way, servers, engines)
+        for rate in RATES:
+            say(f"{way}: {engines} engine(s), {servers} API server(s), {rate} % repeats")
+            asked = pictures(requests, rate, servers * 1000 + engines * 100 + rate)
+            for seed in set(asked):
+                serving.url(seed)
+            turns = threading.Lock()
+            order = iter(enumerate(asked))
+
+            def client(order: Iterator[tuple[int, int]] = order, turns: Any = turns) -> None:
+                while True:
+                    with turns:
+                        turn = next(order, None)
+                    if turn is None:
+                        return
+                    fleet.servers[turn[0] % engines].ask([turn[1]])
+
+            started = time.monotonic()
+            with ThreadPoolExecutor(CLIENTS) as pool:
+                for done in [pool.submit(client) for _ in range(CLIENTS)]:
+                    done.result()
+            took = time.monotonic() - started
+            found = fleet.figures()
+            lines.append(
+                {
+                    "way": way,
+                    "engines": engines,
+                    "api_servers": servers,
+                    "repeats_percent": rate,
+                    "requests": len(asked),
+                    "pictures": len(set(asked)),
+                    "requests_per_s": round(len(asked) / took, 2),
+                    "encoder_runs": int(found["encoded"]),
+                    "preprocessed": int(found["processed"]),
+                    "preprocessing_cpu_s": round(found["cpu_ns"] / 1e9, 3),
+                    "half_us_p50": round(found.get("half_us_p50", 0.0), 1),
+                    "half_us_p99": round(found.get("half_us_p99", 0.0), 1),
+                }
+            )
+    return lines
+
+
+def show(found: dict[str, Any]) -> None:
+    print(f"\nscheduler half, us a step of {RUNNING} requests")
+    for line in found["step"]:
+        print(f"  {line['step']:<8} p50 {line['p50']:>8} p99 {line['p99']:>8}")
+    if not found["lines"]:
+        return
+    names = [name for name in found["lines"][0] if name not in ("requests",)]
+    widths = {name: max(len(name), 9) for name in names}
+    print("\n" + "  ".join(name.rjust(widths[name]) for name in names))
+    for line in found["lines"]:
+        print("  ".join(str(line[name]).rjust(widths[name]) for name in names))
+
+
+@contextmanager
+def larger_pictures() -> Iterator[None]:
+    """Of `SIDE` pixels, so that there is something to preprocess."""
+    from PIL import Image
+
+    before = serving.picture
+    serving.picture = lambda seed: Image.frombytes(
+        "RGB", (SIDE, SIDE), random.Random(seed).randbytes(SIDE * SIDE * 3)
+    )
+    try:
+        yield
+    finally:
+        serving.picture = before
+        serving.url.cache_clear()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file, too")
+    parser.add_argument(
+        "--only", choices=WAYS, action="append", help="measure this way alone; may be repeated"
+    )
+    parser.add_argument(
+        "--shape", choices=SHAPES, action="append", help="engines x API servers of each; may be repeated"
+    )
+    parser.add_argument("--requests", type=int, default=80, help="in each line (80)")
+    parser.add_argument("--quick", action="store_true", help="one engine, one API server, few requests")
+    parser.add_argument("--step", action="store_true", help="the scheduler half alone: needs no vLLM")
+    options = parser.parse_args()
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+    found: dict[str, Any] = {
+        "date": machine.date(),
+        "machine": machine.describe(),
+        "versions": {**machine.versions(), "vllm": machine.version("vllm")},
+        "step": measure_step(),
+        "lines": [],
+    }
+    if not options.step:
+        os.environ["TEST_PROBE_TIMES"] = "1"
+        with larger_pictures():
+            for shape in SHAPES[:1] if options.quick else options.shape or SHAPES:
+                engines, servers = map(int, shape.split("x"))
+                for way in options.only or WAYS:
+                    requests = 12 if options.quick else options.requests
+                    found["lines"] += measure_way(way, servers, engines, requests, say)
+    found["seconds"] = round(time.monotonic() - started, 1)
+    show(found)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(found, indent=1) + os.linesep)
+
+
+if __name__ == "__main__":
+    main()
