@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 import mmbroker
+from mmbroker.adapters import turns
 from mmbroker.proto.errors import BrokerError
 
 from . import measure
@@ -64,6 +65,7 @@ class Joining:
                 self._stop.wait(pause)
                 pause = min(pause * 2, _PAUSES[1])
                 continue
+            turns.shorten()
             self.client = client
             self.joined.set()
             logger.info("mmbroker: %s has joined a broker as engine %s", self._name, self._settings.engine)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 import mmbroker
+from mmbroker.adapters import turns
 from mmbroker.proto.errors import BrokerError
 
 logger = logging.getLogger("vllm.mmbroker")
@@ -73,6 +74,7 @@ class Joining:
                 self._stop.wait(pause)
                 pause = min(pause * 2, _PAUSES[1])
                 continue
+            turns.shorten()
             self.client = client
             self.joined.set()
             logger.info("mmbroker: %s has joined the broker at %s", self._name, client.directory)

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import logging
 import pickle
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,20 @@ from typing import Any
 import pytest
 import torch
 
-from mmbroker.adapters.sglang import export, fallbacks, holding, measure, packing, pictures, settings, uses
+from mmbroker.adapters import turns
+from mmbroker.adapters.sglang import (
+    export,
+    fallbacks,
+    holding,
+    joining,
+    measure,
+    packing,
+    pictures,
+    settings,
+    uses,
+)
 from mmbroker.proto import errors
+from tests.kit import BrokerProcess, eventually
 
 from . import kit
 
@@ -389,3 +402,24 @@ def test_what_was_seen_is_exported_once(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(2 * pictures._KEPT):
         pictures.look(several)
     assert pictures.seen is not None and len(pictures.seen) == pictures._KEPT
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.005, turns.INTERVAL), (0.0001, 0.0001)])
+def test_who_has_joined_a_broker_takes_turns_sooner(
+    broker: BrokerProcess, before: float, after: float
+) -> None:
+    """A process without a broker is left as it is."""
+    usual = sys.getswitchinterval()
+    asked = settings.Settings(engine="e", path=str(broker.directory))
+    try:
+        sys.setswitchinterval(before)
+        absent = joining.Joining(settings.Settings(engine="e", path="/nowhere"), "absent")
+        eventually(lambda: "has no broker yet" in caplog.text, "an attempt that failed")
+        assert sys.getswitchinterval() == pytest.approx(before)
+        absent.close()
+        joined = joining.Joining(asked, "tokenizer")
+        assert joined.joined.wait(20)
+        assert sys.getswitchinterval() == pytest.approx(after)
+        joined.close()
+    finally:
+        sys.setswitchinterval(usual)
