@@ -406,7 +406,7 @@ def test_what_was_seen_is_exported_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(("before", "after"), [(0.005, turns.INTERVAL), (0.0001, 0.0001)])
 def test_who_has_joined_a_broker_takes_turns_sooner(
-    broker: BrokerProcess, before: float, after: float
+    broker: BrokerProcess, caplog: pytest.LogCaptureFixture, before: float, after: float
 ) -> None:
     """A process without a broker is left as it is."""
     usual = sys.getswitchinterval()
