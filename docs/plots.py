@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "bench" / "results"
-GPU, CPU = "gpu-scheduler-h200-2026-11-29.json", "transport-amd-2026-11-29.json"
+GPU, CPU = "gpu-h200-2026-11-29.json", "transport-amd-2026-11-29.json"
 
 #: What is drawn: the name in the results, the name in the plot, the colour.
 ON_GPU = (
