@@ -89,9 +89,13 @@ class Lease:
     def tensor(self) -> torch.Tensor:
         return self._lease.tensor
 
-    async def seal(self, timeout: float | None = None, *, extra: bytes = b"") -> Held:
+    async def seal(
+        self, timeout: float | None = None, *, extra: bytes = b"", cost: int | None = None
+    ) -> Held:
         return await _run(
-            self._pool, partial(self._lease.seal, timeout, extra=extra), lambda held: held.drop()
+            self._pool,
+            partial(self._lease.seal, timeout, extra=extra, cost=cost),
+            lambda held: held.drop(),
         )
 
     def abort(self) -> None:

@@ -125,14 +125,20 @@ class Belongings:
         self._leases[connection.session, lease.number] = weakref.ref(lease)
         return lease
 
-    def seal(self, leases: list[Lease], to: str | None, private: bool, timeout: float | None) -> list[Held]:
+    def seal(
+        self,
+        leases: list[Lease],
+        to: str | None,
+        private: bool,
+        timeout: float | None,
+    ) -> list[Held]:
         """Seal leases of one connection. If that fails they are aborted."""
         connection = leases[0].connection
         slots = [lease.end() for lease in leases]
         retained = [slot.retained for slot in slots]
         call = Seal(
             [
-                Sealing(slot.lease, kept, lease.extra)
+                Sealing(slot.lease, kept, lease.extra, lease.cost)
                 for lease, slot, kept in zip(leases, slots, retained, strict=True)
             ],
             to,

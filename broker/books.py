@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
-from itertools import count, islice
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import TypeVar
 
 from mmbroker.proto.messages import Dismissed, Failed, Grant, Granted, Reply, Report, Retired
@@ -14,6 +14,7 @@ from .events import Discard, Effect, Limits, Notify, Respond, SendSegment
 from .figures import Figures
 from .pool import Pool, Segment, Slot
 from .records import Engine, Feature, Lease, Place, Promise, Replica, Session
+from .shelves import COPIES, Shelves, shelf_of
 from .timers import Timers
 
 #: Device segments come in whole pages of the GPU, which are 2 MiB on every one that can share them.
@@ -105,11 +106,11 @@ class Books:
         self.engines: dict[tuple[str, str], Engine] = {}
         self.features: dict[Place, Feature] = {}
         self.numbered: dict[int, Feature] = {}
-        #: By tier and namespace, least recently used first, by generation.
-        self.idle: dict[tuple[str, str], OrderedDict[int, Feature | Replica]] = {}
+        #: By tier and namespace, by generation.
+        self.idle: dict[tuple[str, str], Shelves[Feature | Replica]] = {}
         self.idle_count = 0  # of features
+        self.clock = 0  # of the cache: see `shelves`
         self.claims: Counter[str] = Counter()  # open leases, promises and holds, by namespace
-        self._rests = count(1)
         self.flights: dict[Place, list[Lease | Promise]] = {}  # keys that are being written
         self.stirred = False  # room or budget may have become free: look at what waits
         self.finished: float | None = None  # when something that was pending last got done (see `health`)
@@ -158,8 +159,9 @@ class Books:
     def _lay(self, entry: Feature | Replica, namespace: str, now: float) -> None:
         slot = entry.slot
         self.pools[slot.tier].set_idle(slot, True)
-        entry.rested = next(self._rests)
-        self.idle.setdefault((slot.tier, namespace), OrderedDict())[slot.generation] = entry
+        shelf = COPIES if isinstance(entry, Replica) else shelf_of(entry.cost, slot.nbytes)
+        resting = self.idle.setdefault((slot.tier, namespace), Shelves())
+        resting.lay(slot.generation, entry, shelf, self.clock)
         self.stirred = True
         if slot.segment and self.pools[slot.tier].segments[slot.segment].retired:
             self.evict(entry, "retired", now)
@@ -168,7 +170,7 @@ class Books:
         slot = entry.slot
         place = (slot.tier, namespace)
         resting = self.idle.get(place)
-        if resting is None or resting.pop(slot.generation, None) is None:
+        if resting is None or not resting.lift(slot.generation):
             return False
         self.pools[slot.tier].set_idle(slot, False)
         if not resting:
@@ -195,18 +197,28 @@ class Books:
         else:
             self.free(entry.slot, now)
 
-    def evict_oldest(self, most: int, namespace: str | None, now: float) -> int:
+    def evict_next(
+        self, arenas: Iterable[tuple[str, str]], reason: str, now: float, copies: bool = True
+    ) -> bool:
+        """Evict what is worth the least of what rests in these arenas; without `copies`, of the features. The rest is
+        worth that much less from now on. False if nothing rests there."""
+        nexts = [found for arena in arenas if arena in self.idle and (found := self.idle[arena].next(copies))]
+        if not nexts:
+            return False
+        due, entry = min(nexts, key=lambda found: found[0])
+        self.clock = max(self.clock, due)
+        self.evict(entry, reason, now)
+        return True
+
+    def evict_some(self, most: int, namespace: str | None, now: float) -> int:
         """Forget idle features as an operator wishes, those of all namespaces or of one; how many."""
         count = 0
-        for (_, owner), resting in list(self.idle.items()):
-            if namespace in (None, owner):
-                features = (entry for entry in list(resting.values()) if isinstance(entry, Feature))
-                for feature in islice(features, max(0, most - count)):
-                    if (
-                        feature.number in self.numbered
-                    ):  # else evicted with one before it, that was tainted too
-                        self.evict(feature, "request", now)
-                        count += 1
+        for arena in [arena for arena in self.idle if namespace in (None, arena[1])]:
+            while (
+                count < most and arena in self.idle and (found := self.idle[arena].next(copies=False))
+            ):  # and no clock: it is not for want of room
+                self.evict(found[1], "request", now)
+                count += 1
         return count
 
     def trim(self, now: float) -> None:
@@ -216,14 +228,9 @@ class Books:
         while self.idle_count and (
             (full := pool.used > high and pool.idle) or self.idle_count > limits.cached_features
         ):
-            tiers = ("host",) if full else tuple(self.pools)
-            oldest = [
-                feature
-                for (tier, _), resting in self.idle.items()
-                if tier in tiers
-                and (feature := next((f for f in resting.values() if isinstance(f, Feature)), None))
-            ]
-            self.evict(min(oldest, key=lambda feature: feature.rested), "watermark" if full else "count", now)
+            arenas = [arena for arena in self.idle if arena[0] == "host" or not full]
+            if not self.evict_next(arenas, "watermark" if full else "count", now, copies=False):
+                break
 
     # --- slots and segments -----------------------------------------------------------------------------------------
 
@@ -256,8 +263,8 @@ class Books:
 
     def empty(self, pool: Pool, segment: Segment, reason: str, now: float) -> None:
         """Evict everything idle from a segment."""
-        resting = self.idle.get((pool.tier, segment.namespace), OrderedDict())
-        for entry in [entry for entry in resting.values() if entry.slot.segment == segment.number]:
+        resting = self.idle.get((pool.tier, segment.namespace), Shelves[Feature | Replica]())
+        for entry in [entry for entry in resting if entry.slot.segment == segment.number]:
             if entry.slot.generation in resting:  # else evicted with one before it, that was tainted too
                 self.evict(entry, reason, now)
 

@@ -91,6 +91,7 @@ class Client:
         extra: bytes = b"",
         tier: str = "host",
         private: bool = False,
+        cost: int | None = None,
         timeout: float | None = None,
     ) -> Held:
         """Store a tensor, unless its content (or `key`) is there already, and hold it.
@@ -99,13 +100,14 @@ class Client:
         the hold. `tier`: ``host``, or ``device`` for a tensor on the GPU that the broker serves, which stays there; it
         is copied after what is in torch's current stream by now, and may be changed or freed afterwards. `key`: what it
         is found by, or the `Promise` that this keeps; if the put fails, an open promise stays open. `extra`: at most
-        4 KiB that every later hit brings along.
+        4 KiB that every later hit brings along. `cost`: the microseconds it takes to make it again; what costs more a
+        byte stays longer as a cache.
 
         Raises `TypeError` for what is no tensor, `PoolFull`, `QuotaExceeded`, `NoSuchEngine`, `EngineLagging`,
         `DigestConflict`, `FeatureError` for a tensor on another device, `DeadlineExceeded`, `BrokerLost`.
         """
         keys = None if key is None else [key]
-        return self._put([Source.one(tensor, modality)], keys, [extra], to, tier, private, timeout)[0]
+        return self._put([Source.one(tensor, modality)], keys, [extra], to, tier, private, cost, timeout)[0]
 
     def put_many(
         self,
@@ -117,11 +119,13 @@ class Client:
         extras: Sequence[bytes] | None = None,
         tier: str = "host",
         private: bool = False,
+        cost: int | None = None,
         timeout: float | None = None,
     ) -> list[Held]:
-        """As `put`, for several features in two round trips. All of them or none; one hold each, in order."""
+        """As `put`, for several features in two round trips. All of them or none; one hold each, in order. `cost`: of
+        each of them."""
         sources = [Source.one(t, modality) for t in tensors]
-        return self._put(sources, keys, extras, to, tier, private, timeout)
+        return self._put(sources, keys, extras, to, tier, private, cost, timeout)
 
     def put_list(
         self,
@@ -133,11 +137,12 @@ class Client:
         extra: bytes = b"",
         tier: str = "host",
         private: bool = False,
+        cost: int | None = None,
         timeout: float | None = None,
     ) -> Held:
         """As `put`, for one feature that is made of several tensors."""
         keys = None if key is None else [key]
-        return self._put([Source.many(tensors, modality)], keys, [extra], to, tier, private, timeout)[0]
+        return self._put([Source.many(tensors, modality)], keys, [extra], to, tier, private, cost, timeout)[0]
 
     def _put(
         self,
@@ -147,6 +152,7 @@ class Client:
         to: str | None,
         tier: str,
         private: bool,
+        cost: int | None,
         timeout: float | None,
     ) -> list[Held]:
         self._link.check()
@@ -161,7 +167,7 @@ class Client:
         with spans.span("put", **about) as told:
             with _timed(told, "digest_seconds"):
                 chosen = [source.digest() for source in sources] if keys is None else keys
-            return self._put_items(chosen, beside, sources, to, tier, private, deadline, told)
+            return self._put_items(chosen, beside, sources, to, tier, private, cost, deadline, told)
 
     def _put_items(
         self,
@@ -171,6 +177,7 @@ class Client:
         to: str | None,
         tier: str,
         private: bool,
+        cost: int | None,
         deadline: Deadline,
         told: dict[str, Any],
     ) -> list[Held]:
@@ -200,7 +207,7 @@ class Client:
                 with _timed(told, "write_seconds"):
                     for i, lease in zip(mine, leases, strict=True):
                         lease.write(sources[i])
-                        lease.extra = bytes(beside[i])
+                        lease.extra, lease.cost = bytes(beside[i]), cost
                 if mine:
                     # Before anything else is waited for: somebody may wait for us.
                     sealed = self._own.seal(leases, to, private, deadline.left("seal"))

@@ -162,6 +162,7 @@ class Lease:
         self.form = item.form
         self.held: Held | None = None
         self.extra = b""  # to be sealed with it
+        self.cost: int | None = None  # likewise
         self.broken = False
         self.closed = False
         self._owner = owner
@@ -222,8 +223,8 @@ class Lease:
                 "the broker has taken this lease back, because its session ended: get a new one"
             )
 
-    def seal(self, timeout: float | None = None, *, extra: bytes = b"") -> Held:
-        """Make the content visible, and grant it to the engine that the lease was made for. `extra`: see `put`.
+    def seal(self, timeout: float | None = None, *, extra: bytes = b"", cost: int | None = None) -> Held:
+        """Make the content visible, and grant it to the engine that the lease was made for. `extra`, `cost`: see `put`.
 
         A tensor over the slot that is still alive must not be written any more. On the device, this waits for what is
         in torch's current stream by now: write there, or wait for other streams first.
@@ -231,7 +232,7 @@ class Lease:
         self.check()
         if self._gpu is not None:
             self._gpu.finish()
-        self.extra = extra
+        self.extra, self.cost = extra, cost
         held = self._owner.seal([self], self._to, self._private, timeout)[0]
         self.held = held
         return held

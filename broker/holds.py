@@ -6,6 +6,7 @@ rank that was granted one has settled, or its process is gone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import count
 
@@ -19,6 +20,8 @@ from .room import Room
 
 #: States in which the broker still waits for a rank's acknowledgement.
 AWAITED = (Rank.GRANTED, Rank.DEFERRED)
+#: Of so many engines it is remembered what was theirs first, for each engine: they come and go.
+_MAKERS = 64
 
 
 class Holds:
@@ -44,6 +47,8 @@ class Holds:
         books.claim(owner, feature.place[0], feature.slot)
         books.charge(engine, feature)
         books.counters["holds"] += 1
+        if engine is not None:
+            _note(engine, feature)
         for number in engine.ranks.values() if engine is not None else ():
             session = books.sessions[number]
             session.grants[hold.number] = hold
@@ -301,3 +306,15 @@ class Holds:
                 {"rank": silent[0][0], "pid": silent[0][1], "waited_ms": int(waited * 1000)},
             ),
         )
+
+
+def _note(engine: Engine, feature: Feature) -> None:
+    """Who has whose features, for `status`."""
+    more = Counter(features=1, bytes=feature.slot.nbytes)
+    engine.granted += more
+    feature.maker = feature.maker or engine.name
+    if feature.maker == engine.name:
+        return
+    if feature.maker not in engine.reused and len(engine.reused) == _MAKERS:
+        del engine.reused[next(iter(engine.reused))]
+    engine.reused.setdefault(feature.maker, Counter()).update(more)

@@ -123,17 +123,20 @@ class Leases:
         )
 
     def _seal_one(self, session: Session, lease: Lease, sealing: Sealing, now: float) -> Feature:
-        books, retained = self.books, sealing.retained
+        books = self.books
         feature = books.features.get(lease.place)
         if feature is None:
-            feature = Feature(next(self._feature_numbers), lease.place, lease.form, lease.slot, sealing.extra)
+            feature = Feature(
+                next(self._feature_numbers), lease.place, lease.form, lease.slot, sealing.extra, sealing.cost
+            )
+            feature.maker = session.engine.name if session.engine is not None else ""
             books.enter(feature)
-            if retained:
+            if sealing.retained:
                 feature.pins.add(lease.number)
                 session.pins[lease.number] = feature
         else:
             books.counters["seals_second"] += 1
-            if retained:
+            if sealing.retained:
                 session.pins[lease.number] = lease.slot
             else:
                 books.free(lease.slot, now)

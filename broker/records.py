@@ -50,10 +50,11 @@ class Feature:
     form: Form
     slot: Slot
     extra: bytes = b""  # sealed with it
+    cost: int | None = None  # us to make it again, if its producer said so
     holds: set[int] = field(default_factory=set)
     pins: set[int] = field(default_factory=set)  # leases whose writer still has a tensor over the slot
     hits: int = 0
-    rested: int = 0  # when it became idle, as a running number: the lowest was used least recently
+    maker: str = ""  # the engine that had it first, or whose rank put it
     tainted: bool = False  # a process that cannot be traced may read it for ever: its slot is never reused
     replica: Replica | None = None  # its copy on the device, if its own slot is on the host
 
@@ -73,7 +74,6 @@ class Replica:
     ready: bool = False
     pins: set[tuple[int, int]] = field(default_factory=set)  # (hold, session) of the grants that name it
     waiting: list[tuple[Hold, int]] = field(default_factory=list)  # grants held back until it is loaded
-    rested: int = 0
     tainted: bool = False
     timer: Timer | None = None
 
@@ -132,6 +132,10 @@ class Engine:
     in_flight: Counter[str] = field(default_factory=Counter)
     uses: dict[int, int] = field(default_factory=dict)  # feature number -> holds
     leases: int = 0  # meant for it
+    granted: Counter[str] = field(default_factory=Counter)  # features and bytes, since it attached
+    reused: dict[str, Counter[str]] = field(
+        default_factory=dict
+    )  # of these, what other engines made, by engine
 
     @property
     def features(self) -> int:

@@ -184,8 +184,21 @@ def _engine(broker: Broker, engine: Engine, now: float) -> dict[str, Any]:
         "features": engine.features,
         "features_limit": broker.limits.features_per_engine,
         "budget": broker.books.budget(),
+        "granted": {"features": engine.granted["features"], "bytes": engine.granted["bytes"]},
+        "reused": [{"engine": name, **counts} for name, counts in engine.reused.items()],
+        "shares": _shares(broker, engine),
         "ranks": ranks,
     }
+
+
+def _shares(broker: Broker, engine: Engine) -> list[dict[str, Any]]:
+    """What it has in use at present that other engines have in use, too."""
+    found = []
+    for other in broker.books.engines.values():
+        if other is not engine and (common := engine.uses.keys() & other.uses.keys()):
+            nbytes = sum(broker.books.numbered[number].slot.nbytes for number in common)
+            found.append({"engine": other.name, "features": len(common), "bytes": nbytes})
+    return found
 
 
 def _all_waiting(broker: Broker) -> dict[int, Request]:
@@ -242,7 +255,7 @@ def segments(broker: Broker, cells: int, most: int) -> list[dict[str, Any]]:
     # In most segments everything is held, or everything is cache: only the others are looked into.
     idle: dict[int, list[tuple[int, int]]] = {s.number: [] for _, s in found if 0 < s.held < s.allocator.used}
     for resting in broker.books.idle.values() if idle else ():
-        for entry in resting.values():
+        for entry in resting:
             slot = entry.slot
             if slot.segment in idle:
                 idle[slot.segment].append((slot.offset, slot.nbytes))

@@ -58,8 +58,7 @@ class Room:
         if self._grow(namespace, nbytes):
             return None
         if any(s.ready and s.allocator.nbytes >= nbytes for s in pool.arena(namespace)):
-            while resting := books.idle.get((pool.tier, namespace)):
-                books.evict(next(iter(resting.values())), "room", now)
+            while books.evict_next([(pool.tier, namespace)], "room", now):
                 slot = pool.allocate(namespace, nbytes)
                 if slot is not None:
                     return slot

@@ -348,7 +348,7 @@ class Broker:
 
     def _evict(self, session: Session, seq: int, call: m.Evict, now: float, deadline: float) -> None:
         before = sum(pool.used for pool in self.books.pools.values())
-        features = self.books.evict_oldest(call.most, call.namespace, now)
+        features = self.books.evict_some(call.most, call.namespace, now)
         freed = before - sum(pool.used for pool in self.books.pools.values())
         self.books.respond(session, seq, m.Evicted(features, freed))
 

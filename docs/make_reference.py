@@ -74,6 +74,7 @@ _CLIENTS = """
 | `MMBROKER_TRANSPORT` | `broker`: SGLang's features go through a broker; as `--mm-transport` |
 | `MMBROKER_PATH` | the instance directory of the broker that an engine shall use; as `--mm-broker` |
 | `MMBROKER_WAIT` | how long a request waits for room, in seconds; as `--mm-broker-wait` |
+| `MMBROKER_SHARE_OUTPUTS` | `1`: share encoder outputs; as `--mm-broker-share-outputs` |
 | `MMBROKER_ENGINE` | an engine's name |
 | `MMBROKER_MEASURE` | a directory for counters of SGLang's processes, also of its own transport |
 """

@@ -128,11 +128,14 @@ class Promise(_Message, frozen=True, tag="promise"):
 
 class Sealing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One lease to seal. `retained`: a tensor over the slot is still alive in the writer, so the slot stays its own
-    after the last hold, until `Unpin`. `extra`: at most `MAX_EXTRA` bytes that come with every hit on the feature."""
+    after the last hold, until `Unpin`. `extra`: at most `MAX_EXTRA` bytes that come with every hit on the feature.
+    `cost`: the microseconds it takes to make it again, if that is known; what costs more a byte stays longer as a
+    cache."""
 
     lease: int
     retained: bool = False
     extra: bytes = b""
+    cost: int | None = None
 
 
 class Seal(_Message, frozen=True, tag="seal"):

@@ -38,6 +38,7 @@ BODIES: dict[str, m.Body] = {
     "lookup": m.Lookup(KEYS, "engine-a", True),
     "promise": m.Promise(KEYS[1:2], "engine-a"),
     "seal": m.Seal([m.Sealing(5), m.Sealing(6, True, b"beside")], "engine-a"),
+    "seal, with its cost": m.Seal([m.Sealing(5, cost=68_000)]),
     "attach": m.Attach("engine-a", 1, 2),
     "attach, read-only": m.Attach("engine-a", 0, 1, "GPU-1", "readonly", True, "device"),
     "attach, on the host": m.Attach("engine-a", 0, 1, "cpu", path="host", why="cuInit: no driver"),

@@ -76,7 +76,7 @@ def slots(broker: Broker) -> None:
         assert pool.idle == idle_bytes[tier]
     assert len(books.features) == len(books.numbered)
     assert books.idle_count == sum(
-        isinstance(entry, Feature) for resting in books.idle.values() for entry in resting.values()
+        isinstance(entry, Feature) for resting in books.idle.values() for entry in resting
     )
 
 

@@ -135,6 +135,23 @@ def test_an_eviction_costs_the_same_however_much_is_cached() -> None:
     assert many <= few + 100, f"{few} steps among 50, {many} among 2,000"
 
 
+def test_an_eviction_costs_the_same_whatever_costs_there_are() -> None:
+    """The next to go is found by one look at each cost, not at each feature."""
+
+    def one_more(count: int) -> int:
+        shell = Shell(pages=count, segment=count, features_per_session=count + 2)
+        shell.checks = False
+        peer = shell.client()
+        for n in range(count):
+            (lease,) = peer.lease(item(n))
+            sealed = peer.ask(m.Seal([m.Sealing(lease.lease, cost=4 << n % 16)]))
+            peer.drop(*sealed.refs)
+        return steps(lambda: peer.create(item("one more")))
+
+    few, many = one_more(50), one_more(2000)
+    assert many <= few + 100, f"{few} steps among 50, {many} among 2,000"
+
+
 def test_keeping_a_limit_costs_the_same_however_much_is_cached() -> None:
     """One idle feature too many is one eviction, of the oldest, and no look at the others."""
 

@@ -38,6 +38,7 @@ PAGES = st.sampled_from([0, 0.5, 1, 1, 2, 3, 5, 9, 14])
 TIMEOUTS = st.sampled_from([0.0, 0.1, 1.0, 1.0, 5.0])
 #: Errors of a seal whose leases were sealed all the same.
 SEALED_ANYWAY = ("EngineLagging", "FeatureError")
+COSTS = [None, 0, 1000, None, 1 << 40]
 SECONDS = st.sampled_from([0.01, 0.1, 0.25, 0.5, 2.0, 5.0])
 
 
@@ -227,7 +228,7 @@ class Life(RuleBasedStateMachine):
             self.seal_these(peer, mine, self.engine(draw), draw(TIMEOUTS), draw(st.booleans()))
 
     def seal_these(self, peer: Peer, mine: list[int], to: str | None, timeout: float, retained: bool) -> None:
-        sealings = [m.Sealing(n, retained, bytes(n % 3)) for n in mine]
+        sealings = [m.Sealing(n, retained, bytes(n % 3), COSTS[n % len(COSTS)]) for n in mine]
         seq = next(peer.seqs)
         self.sealing[peer.number, seq] = sealings
         peer.call(m.Seal(sealings, to), timeout, seq)
