@@ -192,7 +192,7 @@ def _share(budget: Mapping[str, int], session: Mapping[str, Any]) -> float:
     return max((has[what] / most for what, most in budget.items() if most), default=0.0)
 
 
-def _engines(report: Mapping[str, Any]) -> Iterator[Table]:
+def _engines(report: Mapping[str, Any]) -> Iterator[Table | Text]:
     for engine in report["engines"]:
         attached = f"{len(engine['ranks'])} of {engine['world']} ranks attached"
         flight = f"{size(engine['in_flight'])} of its {size(engine['budget'])} in flight"
@@ -216,6 +216,20 @@ def _engines(report: Mapping[str, Any]) -> Iterator[Table]:
                 state,
             )
         yield made
+        yield from _sharing(engine)
+
+
+def _sharing(engine: Mapping[str, Any]) -> Iterator[Text]:
+    """What it has in common with others, now and so far."""
+    granted = engine["granted"]
+    for one in engine["shares"]:
+        yield Text(f"{_features(one)} in use with {one['engine']}")
+    for one in engine["reused"]:
+        yield Text(f"{_features(one)} of {_features(granted)} so far from {one['engine']}")
+
+
+def _features(counts: Mapping[str, Any]) -> str:
+    return f"{counts['features']:,} features, {size(counts['bytes'])}"
 
 
 def _waiting(report: Mapping[str, Any]) -> Table | None:

@@ -23,6 +23,7 @@ from mmbroker.proto.reference import is_reference
 
 from . import measure, packing, uses
 from .joining import Joining
+from .outputs import Output, Outputs
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class Consumer:
         self._device = device_of(scheduler)
         self._stream = getattr(scheduler, "forward_stream", None)
         self._joining: Joining | None = None
+        #: What encoders make, shared with other engines, if that was asked for.
+        self.outputs = Outputs(self._client, _is_first(self._group)) if settings.share_outputs else None
         if topology.takes:
             name = f"{settings.engine}/scheduler-{topology.rank}"
             self._joining = Joining(settings, name, self._attach)
@@ -93,6 +96,9 @@ class Consumer:
             self._table.path,
             "" if self._device == "cpu" else f" to {self._device}",
         )
+
+    def _client(self) -> mmbroker.Client | None:
+        return None if self._joining is None else self._joining.client
 
     def stats(self) -> dict[str, int]:
         """The table's counters, if there is one."""
@@ -135,7 +141,11 @@ class Consumer:
     def _prepare(self, found: list[tuple[Any, Envelope]]) -> None:
         """Take for requests. Those that fail are marked, here and on all ranks alike."""
         errors = [self._try(output, envelope) for output, envelope in found]
-        for (_, envelope), error in zip(found, self._agreed(errors), strict=True):
+        lacks = [not self._take_outputs(envelope) for _, envelope in found]
+        errors, lacks = self._agreed(errors, lacks)
+        for (_, envelope), error, lack in zip(found, errors, lacks, strict=True):
+            if lack:
+                self._forgo_outputs(envelope)
             if error is not None:
                 _release(self._ready.pop(id(envelope), (None, {}))[1])
                 # In the request as received: it goes on to the next pipeline stage, which must fail it too.
@@ -170,22 +180,51 @@ class Consumer:
             _ = use.tensor  # made now, when it may still fail
         measure.counters.add("takes")
 
+    def _take_outputs(self, envelope: Envelope) -> bool:
+        """Take what encoders have made of a request's features. False if some of it cannot be had."""
+        _, taken = self._ready.get(id(envelope), (None, {}))
+        try:
+            for _, key, reference in (
+                envelope.get("encoded", ()) if taken and self.outputs is not None else ()
+            ):
+                if reference is not None:
+                    if reference["digest"] != key:
+                        raise mmbroker.StaleReference("an encoder output is another feature's")
+                    assert self._table is not None
+                    taken[_key(reference)] = self._table.take(reference)
+        except Exception as error:
+            logger.error("mmbroker: encoder outputs cannot be had", exc_info=error)
+            return False
+        return True
+
+    def _forgo_outputs(self, envelope: Envelope) -> None:
+        """On all ranks alike: encoders run on all of them, or on none."""
+        _, taken = self._ready.get(id(envelope), (None, {}))
+        for _, _, reference in envelope.get("encoded", ()):
+            if reference is not None:
+                measure.counters.add("outputs_refused")
+                if (use := taken.pop(_key(reference), None)) is not None:
+                    use.release()
+
     def _is_late(self, place: packing.Place) -> bool:
         return self._late and place.name == "feature" and not place.extra
 
-    def _agreed(self, errors: list[str | None]) -> list[str | None]:
-        """The same on all ranks that share these requests: None only where all of them could take."""
+    def _agreed(self, errors: list[str | None], lacks: list[bool]) -> tuple[list[str | None], list[bool]]:
+        """The same on all ranks that share these requests: without an error, or a lack of outputs, only where all of
+        them are."""
         if self._group is None:
-            return errors
+            return errors, lacks
         import torch
         import torch.distributed as dist
 
-        failed = torch.tensor([error is not None for error in errors], dtype=torch.int32)
+        mine = [[error is not None for error in errors], lacks]
+        failed = torch.tensor(mine, dtype=torch.int32)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
-        return [
+        agreed = [
             error or ("another rank of this engine failed; its log says why" if bad else None)
-            for error, bad in zip(errors, failed.tolist(), strict=True)
+            for error, bad in zip(errors, failed[0].tolist(), strict=True)
         ]
+        return agreed, [bool(lack) for lack in failed[1].tolist()]
 
     # --- when one is handled: what is the same on all ranks ---------------------------------------------------------
 
@@ -205,6 +244,7 @@ class Consumer:
         # The references are still in their places: in broadcast mode the original pickles its result for the others.
         result = original(scheduler, opened)
         _, taken = self._ready.pop(id(envelope), (None, {}))
+        encoded = {hold: rest for hold, *rest in envelope.get("encoded", ())}
         for item in result.mm_items:
             mine = uses.hang_on(item, self._stream)
             for place in packing.places(item):
@@ -216,6 +256,12 @@ class Consumer:
                     mine.append(use)
                     if self._is_late(place):
                         mine.late = uses.Late(use, place.value)
+                        if self.outputs is not None and (found := encoded.get(place.value["hold"])):
+                            key, reference = found
+                            there = None if reference is None else taken.get(_key(reference))
+                            if there is not None:
+                                mine.append(there)
+                            mine.output = Output(self.outputs, key, there)
                     else:
                         place.value = use.tensor
         return result
@@ -232,6 +278,13 @@ def _peers(scheduler: Any) -> Any:
 
     group = scheduler.dp_tp_cpu_group
     return group if dist.is_initialized() and dist.get_world_size(group) > 1 else None
+
+
+def _is_first(group: Any) -> bool:
+    """Of the ranks that encode the same items, this one offers what comes of it."""
+    import torch.distributed as dist
+
+    return group is None or dist.get_rank(group) == 0
 
 
 def _outputs(arrived: Iterable[Any]) -> Iterable[Any]:

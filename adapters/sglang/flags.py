@@ -57,6 +57,12 @@ def add(original: Callable[[argparse.ArgumentParser], None], parser: argparse.Ar
         type=float,
         help=f"How long a request waits for room in a full broker (default {settings.DEFAULT_WAIT:g}).",
     )
+    group.add_argument(
+        "--mm-broker-share-outputs",
+        action="store_const",
+        const="1",
+        help="Share what the model's encoder makes of a picture with other engines of the same model and settings.",
+    )
 
 
 def take(original: Callable[[Any, argparse.Namespace], Any], cls: Any, args: argparse.Namespace) -> Any:
@@ -65,6 +71,7 @@ def take(original: Callable[[Any, argparse.Namespace], Any], cls: Any, args: arg
         ("mm_transport", settings.TRANSPORT),
         ("mm_broker", settings.PATH),
         ("mm_broker_wait", settings.WAIT),
+        ("mm_broker_share_outputs", settings.SHARE_OUTPUTS),
     ):
         value = getattr(args, name, None)
         if value is not None:

@@ -48,6 +48,12 @@ class Claim:
     def again(self) -> None:
         self._count += 1
 
+    def also(self, helds: Iterable[Held]) -> None:
+        """Further holds that last as long."""
+        more = list(helds)
+        self._helds += more
+        measure.counters.add("holds", len(more))
+
     def end_one(self) -> None:
         self._count -= 1
         if self._count:

@@ -32,6 +32,10 @@ def resolve(original: Original, args: Any, *rest: Any) -> Any:
         elif args.mm_feature_transport is None:
             # Otherwise some models choose a transport on their own that hides the features from the plugin.
             args.mm_feature_transport = "cpu"
+        if why is None and settings.read().share_outputs:
+            from . import identity
+
+            identity.note_weights(args)
     return original(args, *rest)
 
 
@@ -56,7 +60,12 @@ def begin_tokenizer(original: Original, manager: Any) -> None:
     from .producer import Producer
 
     seams.warn_of_overrides(manager)
-    producer = Producer(asked, seams.current().identify)
+    encoder = None
+    if asked.share_outputs:
+        from .identity import Encoder
+
+        encoder = Encoder(manager, asked.engine)
+    producer = Producer(asked, seams.current().identify, encoder)
     setattr(manager, _OURS, producer)
     if getattr(manager, "mm_processor", None) is not None:
         setattr(manager.mm_processor, _OURS, producer)
@@ -200,6 +209,14 @@ def release_on_abort(original: Original, req: Any) -> None:
     if req.session is not None:
         for item in items:
             uses.release(item)
+
+
+def update_weights(original: Original, updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND the `update_weights_from_*` of `SchedulerWeightUpdaterManager`, whether or not they succeed."""
+    consumer = getattr(updater.scheduler, _OURS, None)
+    if consumer is not None and consumer.outputs is not None:
+        consumer.outputs.weights_changed()
+    return original(updater, *args, **kwargs)
 
 
 # --- how one request fails ------------------------------------------------------------------------------------------

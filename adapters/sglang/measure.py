@@ -44,6 +44,7 @@ PRODUCER: Final = (
     "foreign",  # values that are no tensors: passed on untouched
     "holds",
     "dropped",
+    "outputs_found",  # what an encoder made of a feature, put by whichever engine
     *(f"fallback_{reason}" for reason in REASONS),
 )
 #: In a scheduler's process. The times are the scheduler thread's own.
@@ -57,6 +58,12 @@ CONSUMER: Final = (
     "moved",  # of these, copied to the encoder's device by the thread that runs it
     "misses",
     "errors",  # requests failed by this plugin
+    "outputs_used",  # in place of a run of the encoder
+    "outputs_refused",  # found, but not fit to be used: the encoder ran
+    "outputs_offered",  # to other engines
+    "outputs_dropped",  # for want of budget
+    "outputs_published",
+    "outputs_failed",  # to be published
 )
 #: SGLang's own transport, either process; counted only with MMBROKER_MEASURE.
 ENGINE: Final = (

@@ -11,11 +11,13 @@ The receiver works on shallow copies: what it received may still be relayed to t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeGuard
 
 import torch
 
+from mmbroker.adapters.fingerprint import canonical
 from mmbroker.proto.dtypes import ITEMSIZE
 from mmbroker.proto.reference import is_reference
 
@@ -74,7 +76,12 @@ def unsealed(output: Any) -> bool:
     )
 
 
-def close(output: Any) -> None:
+#: Of one item: the hold of its feature, the key of what the encoder makes of it, and the reference of that, if it is
+#: there already.
+Encoded = tuple[int, bytes, dict[str, Any] | None]
+
+
+def close(output: Any, encoded: Sequence[Encoded] = ()) -> None:
     """Put `output`, a `MultimodalProcessorOutput` with references in it, into its short form."""
     values = {name: getattr(output, name, None) for name in OUTPUT_TENSORS}
     packed = {name: pack(value) for name, value in values.items() if packable(value)}
@@ -91,7 +98,36 @@ def close(output: Any) -> None:
         item.model_specific_data = {k: v for k, v in item.model_specific_data.items() if k not in gone}
     if padded:
         output.padded_input_ids = None
-    output.mm_items[0].model_specific_data[ENVELOPE] = {"output": packed, "items": small, "padded": padded}
+    envelope: dict[str, Any] = {"output": packed, "items": small, "padded": padded}
+    if encoded:
+        envelope["encoded"] = [list(one) for one in encoded]
+    output.mm_items[0].model_specific_data[ENVELOPE] = envelope
+
+
+def beside(item: Any) -> bytes | None:
+    """What an encoder finds in an item beside its feature, as bytes; None if some of it has no plain form, or is in the
+    broker itself.
+
+    Two pictures may have the same patches, and differ in how these are laid out.
+    """
+    plain: dict[str, Any] = {}
+    for key, value in item.model_specific_data.items():
+        if is_reference(value):
+            return None
+        if key != ENVELOPE:
+            if packable(value) and value.nbytes < LARGE:
+                value = pack(value)
+            plain[key] = value
+    try:
+        return canonical(plain)
+    except (TypeError, ValueError):
+        return None
+
+
+def identity(item: Any, digest: bytes) -> bytes:
+    """The 32 bytes by which an engine may take an item for another one: of its feature, and of what is beside it."""
+    rest = beside(item) if item.model_specific_data else None
+    return digest if rest is None else hashlib.sha256(b"mmbroker item\0" + digest + rest).digest()
 
 
 def _rebuilt(output: Any) -> Any:

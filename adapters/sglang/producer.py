@@ -14,16 +14,18 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from mmbroker.proto.errors import BrokerError, DeadlineExceeded, FeatureError, PoolFull
+from mmbroker.proto.keys import Key
 from mmbroker.proto.reference import is_reference
 
 from . import holding, measure, packing, pictures, settings
 from .asking import Asking
 from .fallbacks import Fallbacks, reason_of
+from .identity import Encoder
 from .joining import Joining
 from .packing import Place
 from .settings import Settings
@@ -40,9 +42,13 @@ _BRIEFLY: Final = 0.1
 
 
 class Producer:
-    """Puts for one tokenizer process. `identify` gives an item the identity that follows from a digest."""
+    """Puts for one tokenizer process. `identify` gives an item the identity that follows from a digest; `encoder` names
+    what the engine's encoder makes of it, if that is shared."""
 
-    def __init__(self, asked: Settings, identify: Callable[[Any, bytes], None]) -> None:
+    def __init__(
+        self, asked: Settings, identify: Callable[[Any, bytes], None], encoder: Encoder | None = None
+    ) -> None:
+        self._encoder = encoder
         self._settings = asked
         self._identify = identify
         self._joining = Joining(asked, f"{asked.engine}/tokenizer")
@@ -122,7 +128,10 @@ class Producer:
             claim = holding.Claim([*known, *put.values()])
             mine.append(claim)
             self.claims.add(claim)
-            self._refer(output, put)
+            # A session's items outlive its holds, so nothing is looked up for them.
+            made = [] if self._encoder is None or private else await self._made(self._encoder, output, put)
+            claim.also(one.held for one in made if one.held is not None)
+            self._refer(output, put, made)
             measure.counters.add("requests")
             measure.counters.add("features", len(known) + len(put))
             measure.counters.add("bytes", sum(held.ref.nbytes for held in known))
@@ -150,19 +159,32 @@ class Producer:
             self._fallbacks.count(reason, count, why)
         return helds
 
-    def _refer(self, output: Any, helds: dict[Place, Any]) -> None:
+    async def _made(self, encoder: Encoder, output: Any, put: dict[Place, Any]) -> list[Made]:
+        """What the engine's encoder makes of the features that are in the broker, with what it has made already."""
+        features = {place: held.ref.to_wire() for place, held in put.items()}
+        for item in output.mm_items:
+            for place in packing.places(item):
+                if is_reference(place.value):
+                    features[place] = place.value
+        looked = _Look(self.asking.client, self._settings.engine, encoder, features)
+        made = await self.asking.put(looked.run, looked.give_back) or []
+        measure.counters.add("outputs_found", sum(one.held is not None for one in made))
+        return made
+
+    def _refer(self, output: Any, helds: dict[Place, Any], made: list[Made]) -> None:
         """Write references into the places of tensors, and make the rest of the request short."""
         values = {place: place.value for place in helds}
+        identities = {place: packing.identity(place.item, held.ref.digest) for place, held in helds.items()}
         try:
             for place, held in helds.items():
                 item = place.item
                 if not place.extra and item.hash is None and item.pad_value is None and not self._no_hashes:
                     # Otherwise the prompt may already be padded with the item's own values: another identity would
                     # leave it without a place in the prompt.
-                    self._identify(item, held.ref.digest)
+                    self._identify(item, identities[place])
                 place.value = held.ref.to_wire()
                 measure.counters.add("bytes", held.ref.nbytes)
-            packing.close(output)
+            packing.close(output, [one.encoded() for one in made])
         except BaseException:
             # References without an envelope would reach the model.
             for place, value in values.items():
@@ -181,6 +203,52 @@ class Producer:
                         measure.counters.add("foreign")
                 elif not place.extra or sum(part.nbytes for part in parts) >= packing.LARGE:
                     yield place
+
+
+class Made(NamedTuple):
+    """What an encoder makes of the feature of a hold: its key, and a hold on it if it is there."""
+
+    hold: int
+    key: Key
+    held: Any
+
+    def encoded(self) -> packing.Encoded:
+        return self.hold, self.key.value, None if self.held is None else self.held.ref.to_wire()
+
+
+class _Look:
+    """A look for what an encoder has made of features already. `run` is for a thread."""
+
+    def __init__(
+        self, client: Any, engine: str, encoder: Encoder, features: dict[Place, dict[str, Any]]
+    ) -> None:
+        self._client = client
+        self._engine = engine
+        self._encoder = encoder
+        self._features = features
+
+    def run(self) -> list[Made]:
+        """Briefly, because a request that waits while it holds something starves others."""
+        keys = {
+            reference["hold"]: key
+            for place, reference in self._features.items()
+            if place.name == "feature" and not place.extra
+            if (key := self._encoder.key(place.item, reference["digest"])) is not None
+        }
+        if not keys:
+            return []
+        try:
+            found = self._client.lookup_many(list(keys.values()), to=self._engine, timeout=_BRIEFLY)
+        except BrokerError as error:
+            logger.debug("mmbroker: encoder outputs were not found in time", exc_info=error)
+            found = [None] * len(keys)
+        return [Made(hold, key, held) for (hold, key), held in zip(keys.items(), found, strict=True)]
+
+    @staticmethod
+    def give_back(made: list[Made]) -> None:
+        for one in made:
+            if one.held is not None:
+                one.held.drop()
 
 
 class _Put:

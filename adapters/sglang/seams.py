@@ -26,6 +26,7 @@ _TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager"
 _SCHEDULER: Final = "sglang.srt.managers.scheduler"
 _BATCH: Final = "sglang.srt.managers.schedule_batch"
 _UTILS: Final = "sglang.srt.managers.mm_utils"
+_WEIGHTS: Final = "sglang.srt.managers.scheduler_components.weight_updater"
 _PROCESSOR: Final = "sglang.srt.multimodal.processors.base_processor"
 _ARTIFACTS: Final = "sglang.srt.multimodal.media_artifacts.base"
 _CACHE: Final = "sglang.srt.multimodal.cache"
@@ -44,6 +45,10 @@ _COMMON: Final[Hooks] = {
     (_SCHEDULER, "Scheduler._get_multimodal_inputs"): hooks.get_inputs,
     (_BATCH, "MultimodalInputs.release_features"): hooks.release_features,
     (_UTILS, "embed_mm_inputs"): encoding.embed,
+    **{
+        (_WEIGHTS, f"SchedulerWeightUpdaterManager.update_weights_from_{source}"): hooks.update_weights
+        for source in ("disk", "distributed", "tensor", "ipc")
+    },
 }
 #: Only timed, and only for `MMBROKER_MEASURE`.
 _TIMED: Final[Hooks] = {

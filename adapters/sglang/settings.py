@@ -16,6 +16,7 @@ PATH: Final = "MMBROKER_PATH"
 WAIT: Final = "MMBROKER_WAIT"
 ENGINE: Final = "MMBROKER_ENGINE"
 MEASURE: Final = "MMBROKER_MEASURE"
+SHARE_OUTPUTS: Final = "MMBROKER_SHARE_OUTPUTS"
 
 #: What SGLang takes for a yes in its own variables.
 YES: Final = ("1", "true", "yes", "y")
@@ -25,13 +26,15 @@ DEFAULT_WAIT: Final = 30.0
 
 @dataclass(frozen=True)
 class Settings:
-    """`broker`: carry features through a broker. `path`: the instance directory, None: find it. `wait`: seconds."""
+    """`broker`: carry features through a broker. `path`: the instance directory, None: find it. `wait`: seconds.
+    `share_outputs`: of encoders, with other engines of the same one."""
 
     broker: bool = False
     path: str | None = None
     wait: float = DEFAULT_WAIT
     engine: str = ""
     measure: str | None = None
+    share_outputs: bool = False
 
 
 def read(environ: MutableMapping[str, str] = os.environ) -> Settings:
@@ -52,6 +55,7 @@ def read(environ: MutableMapping[str, str] = os.environ) -> Settings:
         wait=wait,
         engine=environ.get(ENGINE, ""),
         measure=environ.get(MEASURE) or None,
+        share_outputs=environ.get(SHARE_OUTPUTS, "").lower() in YES,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import mmbroker
 
 from . import measure
+from .outputs import Output
 
 _KEY: Final = "_mmbroker_uses"
 
@@ -53,6 +54,7 @@ class ItemUses(list["mmbroker.Use"]):
         super().__init__()
         self.stream = stream
         self.late: Late | None = None  # the item's feature, if it is read late
+        self.output: Output | None = None  # what the encoder makes of it, if that is shared
 
     def __reduce__(self) -> tuple[type[ItemUses], tuple[()]]:
         return ItemUses, ()
@@ -70,12 +72,18 @@ def late(item: Any) -> Late | None:
     return None if uses is None else uses.late
 
 
+def output(item: Any) -> Output | None:
+    """What the encoder makes of `item`, if that is shared."""
+    uses = item.__dict__.get(_KEY)
+    return None if uses is None else uses.output
+
+
 def release(item: Any) -> None:
     """The engine is done with `item`; a second call does nothing."""
     uses = item.__dict__.pop(_KEY, None)
     if not uses:
         return
-    uses.late = None
+    uses.late = uses.output = None
     for use in uses:
         use.release(uses.stream)
     measure.counters.add("releases", len(uses))

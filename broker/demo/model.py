@@ -86,8 +86,8 @@ def tiny_model(head: int = 16) -> Path:
     return directory
 
 
-def make(directory: Path, head: int = 16) -> None:
-    """Write the model."""
+def make(directory: Path, head: int = 16, **vision: Any) -> None:
+    """Write the model. `vision`: what its encoder shall have otherwise, as Qwen2.5-VL's configuration names it."""
     ids, vocabulary = _write_tokenizer(directory)
     _write_json(
         directory / "tokenizer_config.json",
@@ -111,7 +111,7 @@ def make(directory: Path, head: int = 16) -> None:
         directory / "video_preprocessor_config.json",
         {**_PICTURES, "video_processor_type": "Qwen2VLVideoProcessor"},
     )
-    _write_weights(directory, ids, vocabulary, head)
+    _write_weights(directory, ids, vocabulary, head, vision)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -136,7 +136,9 @@ def _write_tokenizer(directory: Path) -> tuple[dict[str, int], int]:
     ) * 64
 
 
-def _write_weights(directory: Path, ids: dict[str, int], vocabulary: int, head: int) -> None:
+def _write_weights(
+    directory: Path, ids: dict[str, int], vocabulary: int, head: int, vision: dict[str, Any]
+) -> None:
     import torch
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -174,6 +176,7 @@ def _write_weights(directory: Path, ids: dict[str, int], vocabulary: int, head: 
             "fullatt_block_indexes": [1],
             "tokens_per_second": 2,
             "hidden_act": "silu",
+            **vision,
         },
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],

@@ -277,6 +277,29 @@ def test_several_brokers_have_to_be_named(start_broker: StartBroker) -> None:
         assert json.loads(shown)["daemon"]["pid"] == broker.pid
 
 
+def test_status_shows_what_engines_have_in_common(broker: BrokerProcess) -> None:
+    """By their names as they are, too."""
+    with (
+        RawClient(broker.directory, name="maker") as maker,
+        RawClient(broker.directory, name="user") as user,
+        RawClient(broker.directory, name="worker") as worker,
+    ):
+        maker.call(m.Attach("[b]one", 0, 1))
+        user.call(m.Attach("two", 0, 1))
+        put(maker, "x", 2048)
+        for name in ("[b]one", "two"):
+            worker.post(m.Lookup([Key.caller("x")], name), timeout=60)
+        user.notice(m.Granted)
+        told = json.loads(mmbroker("status", "--json", MMBROKER_DIR=str(broker.root)).stdout)
+        shown = mmbroker("status", MMBROKER_DIR=str(broker.root)).stdout
+    one, two = sorted(told["engines"], key=lambda engine: str(engine["engine"]))
+    assert two["reused"] == [{"engine": "[b]one", "features": 1, "bytes": 2 << 20}]
+    assert one["granted"] == two["granted"] == {"features": 1, "bytes": 2 << 20}
+    assert [shares["engine"] for shares in one["shares"] + two["shares"]] == ["two", "[b]one"]
+    assert "1 features, 2 MiB of 1 features, 2 MiB so far from [b]one" in shown
+    assert "1 features, 2 MiB in use with two" in shown
+
+
 def test_names_are_shown_as_they_are(broker: BrokerProcess) -> None:
     """What looks like a style to the library that draws the tables is nothing of the kind."""
     with RawClient(broker.directory, name="[red]w[/red]") as rank:

@@ -76,6 +76,7 @@ class Scene:
         environment: Mapping[str, str] | None = None,
         broker: kit.BrokerProcess | None = None,
         path: Path | None = None,
+        model: Path | None = None,
     ) -> None:
         self.scratch = scratch
         self.measured = scratch / "measure"
@@ -85,7 +86,7 @@ class Scene:
         where = broker.directory if broker is not None else path
         asked = ("--mm-transport", "broker", "--mm-broker", str(where)) if where is not None else ()
         self.engine = Engine(
-            tiny_model(),
+            model or tiny_model(),
             scratch,
             (*asked, *arguments),
             {

@@ -152,6 +152,22 @@ def test_a_feature_arrives_as_it_was(engine: Engine, feature: Any) -> None:
     engine.serve(engine.output(engine.item(feature)), look)
 
 
+def test_the_same_patches_laid_out_otherwise_are_another_picture(engine: Engine) -> None:
+    """Of a picture in one colour all patches are equal, whether it is wide or high."""
+    hashes: list[int] = []
+
+    def look(received: Any, inputs: Any) -> None:
+        hashes.extend(item.hash for item in inputs.mm_items)
+
+    wide, high = torch.tensor([[1, 2, 4]]), torch.tensor([[1, 4, 2]])
+    items = [
+        engine.item(torch.ones(8, 3), model_specific_data={"image_grid_thw": grid})
+        for grid in (wide, high, wide.clone())
+    ]
+    engine.serve(engine.output(*items), look)
+    assert hashes[0] == hashes[2] != hashes[1]
+
+
 def test_large_tensors_beside_the_feature_go_through_the_broker_too(
     engine: Engine, counted: Callable[[str], int]
 ) -> None:

@@ -1,0 +1,191 @@
+"""What an encoder made of an item, as a feature: used in place of a run of the encoder, and offered to other engines.
+
+The tokenizer looks for it under a key that names the feature and the encoder (`identity`), once the feature itself is
+in the broker; what it found travels in the request, and the scheduler takes it with the feature. It is read where the
+encoder would have run, and copied there, because SGLang caches what the encoder gives for longer than the request
+lasts. If it does not fit, the encoder runs.
+
+What the encoder did make is offered by the first of the ranks that made it: the scheduler's thread notes the tensor,
+and a thread of its own puts it. Never much at once: what is over the budget is dropped, and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Final, NamedTuple
+
+import torch
+
+import mmbroker
+from mmbroker.proto.errors import BrokerError
+from mmbroker.proto.keys import Key
+
+from . import measure
+
+logger = logging.getLogger(__name__)
+
+#: Most bytes that are noted and not put yet.
+_BUDGET: Final = 64 << 20
+#: Most bytes a second, beyond a budget's worth at once.
+_RATE: Final = 256 << 20
+#: How long a put may wait for room, in seconds: requests wait for the same.
+_PATIENCE: Final = 0.2
+
+
+class Offer(NamedTuple):
+    """A tensor to be put. `span`: the time that the encoder took for it and `of` bytes in all."""
+
+    key: bytes
+    tensor: torch.Tensor
+    modality: str
+    span: Span
+    of: int
+
+
+class Span:
+    """How long something takes where it runs; on a GPU it has only been enqueued when `stop` is called."""
+
+    def __init__(self, device: Any) -> None:
+        self._events: list[Any] | None = None
+        self._start = time.perf_counter()
+        self._seconds = 0.0
+        if getattr(device, "type", "cpu") == "cuda":
+            event: Any = torch.cuda.Event
+            self._events = [event(enable_timing=True) for _ in range(2)]
+            self._events[0].record()
+
+    def stop(self) -> Span:
+        if self._events is not None:
+            self._events[1].record()
+        self._seconds = time.perf_counter() - self._start
+        return self
+
+    def seconds(self) -> float:
+        """Waits until it is over. Not for the scheduler's thread."""
+        if self._events is None:
+            return self._seconds
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+
+
+class Outputs:
+    """Of one scheduler. `client`: what it has joined a broker with, if it has. `offers`: is it the one that offers?"""
+
+    def __init__(self, client: Callable[[], mmbroker.Client | None], offers: bool) -> None:
+        self._client = client
+        self._offers = offers
+        self._current = True
+        self._queue: SimpleQueue[Offer] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._offered = self._done = 0  # bytes; the first is the scheduler's own, the second the thread's
+        self._allowed = float(_BUDGET)
+        self._looked = time.monotonic()
+
+    @property
+    def current(self) -> bool:
+        """Is the encoder the one that the keys name?"""
+        return self._current
+
+    def weights_changed(self) -> None:
+        """Keys name the weights that the engine was started with: nothing is used or offered any more."""
+        if self._current:
+            self._current = False
+            logger.warning("mmbroker: new weights; encoder outputs are no longer shared with other engines")
+
+    def offer(self, key: bytes, tensor: torch.Tensor, modality: str, span: Span, of: int) -> None:
+        """Note what the encoder made. Never waits."""
+        if not (self._offers and self._current):
+            return
+        measure.counters.add("outputs_offered")
+        now = time.monotonic()
+        self._allowed = min(float(_BUDGET), self._allowed + (now - self._looked) * _RATE)
+        self._looked = now
+        if tensor.nbytes > min(self._allowed, _BUDGET - (self._offered - self._done)):
+            measure.counters.add("outputs_dropped")
+            return
+        self._allowed -= tensor.nbytes
+        self._offered += tensor.nbytes
+        self._queue.put(Offer(key, tensor, modality, span, of))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._publish, name="mmbroker-outputs", daemon=True)
+            self._thread.start()
+
+    def _publish(self) -> None:
+        while True:
+            offer = self._queue.get()
+            nbytes = offer.tensor.nbytes
+            try:
+                self._put(offer)
+                measure.counters.add("outputs_published")
+            except Exception as error:  # a copy less for others; the engine has its own
+                measure.counters.add("outputs_failed")
+                logger.log(
+                    logging.DEBUG if isinstance(error, BrokerError) else logging.ERROR,
+                    "mmbroker: an encoder output was not published",
+                    exc_info=error,
+                )
+            del offer
+            self._done += nbytes
+
+    def _put(self, offer: Offer) -> None:
+        client = self._client()
+        if client is None or not client.connected:
+            raise mmbroker.BrokerUnavailable("there is no broker")
+        micros = int(offer.span.seconds() * 1e6 * offer.tensor.nbytes / max(offer.of, 1))
+        there = offer.tensor.is_cuda and bool(client.device)
+        # On a GPU the span was waited for: the tensor is complete, whatever stream this thread is in.
+        client.put(
+            offer.tensor,
+            key=Key.derived(offer.key),
+            modality=offer.modality,
+            tier="device" if there else "host",
+            cost=micros,
+            timeout=_PATIENCE,
+        ).drop()
+
+
+class Output:
+    """What the encoder makes of one item of the scheduler: its key, and a use of it if it was there already."""
+
+    def __init__(self, shared: Outputs, key: bytes, use: mmbroker.Use | None) -> None:
+        self.key = key
+        self._shared = shared
+        self._use = use
+
+    def read(self, item: Any, device: Any, width: int) -> torch.Tensor | None:
+        """What is there, where the encoder is, if it fits the item: one row for each of its tokens, of a multiple of
+        `width`. Its memory is the broker's: to be copied in the current stream before `let_go`."""
+        if self._use is None or not self._shared.current:
+            return None
+        try:
+            tensor = self._use.tensor
+        except Exception as error:
+            logger.error("mmbroker: an encoder output cannot be read", exc_info=error)
+            tensor = None
+        if not isinstance(tensor, torch.Tensor) or not _fits(tensor, item, width):
+            self._use = None
+            measure.counters.add("outputs_refused")
+            return None
+        measure.counters.add("outputs_used")
+        return tensor.to(device, non_blocking=True)
+
+    def let_go(self) -> None:
+        """It was copied, or will be by what is in the current stream."""
+        if self._use is not None:
+            self._use.pause()
+
+    def offer(self, item: Any, tensor: torch.Tensor, span: Span, of: int) -> None:
+        self._shared.offer(self.key, tensor, str(item.modality.name).lower(), span, of)
+
+
+def tokens(item: Any) -> int:
+    """How many tokens of the prompt an item stands for."""
+    return sum(int(last) - int(first) + 1 for first, last in item.offsets)
+
+
+def _fits(tensor: torch.Tensor, item: Any, width: int) -> bool:
+    return tensor.dim() == 2 and tensor.shape[0] == tokens(item) and tensor.shape[1] % max(width, 1) == 0
