@@ -387,7 +387,7 @@ def test_a_fingerprint_changes_with_everything_that_shapes_the_output(
         mark(image("do_convert_rgb", False)),
         mark(image("resample", 2)),
         mark(image("patch_size", 16)),
-        mark(lambda processor, config: setattr(config, "model_type", "another")),
+        mark(lambda processor, config: setattr(config, "architectures", ["Another"])),
         mark(lambda processor, config: setattr(config.vision_config, "spatial_merge_size", 3)),
         mark(payload={"image_config": {"max_pixels": 1000}}),
         mark(payload={"image_config": {"max_pixels": 1000.0}}),
