@@ -146,6 +146,7 @@ _ORDER = (
     "Held",
     "Hit",
     "Lease",
+    "Promise",
     "FeatureTable",
     "Use",
     "Reference",
