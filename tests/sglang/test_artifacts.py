@@ -432,7 +432,7 @@ def test_outputs_that_differ_have_keys_that_differ(real: tuple[Any, Any]) -> Non
         )
         outputs.setdefault(mark, set()).add(made.numpy().tobytes())
     assert len(outputs) == 20 and all(len(same) == 1 for same in outputs.values())
-    assert len({next(iter(same)) for same in outputs.values()}) > 5, "the bounds make a difference"
+    assert len({next(iter(same)) for same in outputs.values()}) > 2, "the bounds make a difference"
 
 
 def test_what_is_beside_a_feature_comes_back_as_it_was() -> None:
