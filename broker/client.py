@@ -192,7 +192,7 @@ class Client:
                 created, connection = self._own.ask(call, Created, left, pinned)
                 for i in todo:
                     if isinstance(promise := chosen[i], Promise):
-                        promise.kept()
+                        promise._kept()
                         items[i] = Item(items[i].key, items[i].form)
                 mine: list[int] = []
                 pending: list[int] = []
@@ -274,7 +274,7 @@ class Client:
             left = deadline.left("wait for the key's writer")
             created, connection = self._own.ask(call, Created, left, pinned)
             if isinstance(key, Promise):
-                key.kept()
+                key._kept()
             (result,) = created.results
             if isinstance(result, HitResult):
                 self._own.count(hits=1)

@@ -97,7 +97,7 @@ class Promise:
         """Is it neither kept nor given back, nor lost with its session?"""
         return not self._over and not self.connection.lost
 
-    def kept(self) -> None:
+    def _kept(self) -> None:
         """The broker has taken a create for it."""
         self._over = True
 

@@ -93,6 +93,9 @@ def show_status(report: Mapping[str, Any], to: Console | None = None) -> None:
         if part is not None:
             out.print()
             out.print(part)
+    for line in _keys(report):
+        out.print()
+        out.print(line)
     told = _sum(session["tally"] for session in report["sessions"])
     for title, counts in (
         ("Counted by the broker", _sum([report["counters"], daemon["counters"]])),
@@ -105,6 +108,17 @@ def show_status(report: Mapping[str, Any], to: Console | None = None) -> None:
     if fallbacks := sum(value for name, value in told.items() if name.startswith("fallback")):
         out.print()
         out.print(Text(f"{fallbacks} features went the engine's own way: its log says why", style="yellow"))
+
+
+def _keys(report: Mapping[str, Any]) -> Iterable[Text]:
+    """Whose pictures are found before they are decoded, and whose only after they were preprocessed."""
+    for counter, words in (
+        ("sglang_derived", "Derived keys, found before decoding"),
+        ("sglang_content", "Content keys only, found after preprocessing"),
+    ):
+        names = sorted({session["name"] for session in report["sessions"] if session["tally"].get(counter)})
+        if names:
+            yield Text(f"{words}: {', '.join(names)}")
 
 
 def _memory(report: Mapping[str, Any]) -> Table:

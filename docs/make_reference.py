@@ -147,6 +147,7 @@ _ORDER = (
     "Held",
     "Hit",
     "Lease",
+    "Promise",
     "FeatureTable",
     "Use",
     "Reference",

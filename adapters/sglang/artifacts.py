@@ -74,7 +74,6 @@ def enable(processor: Any, server_args: Any, asking: Asking) -> Artifacts | None
     processor.uses_media_artifacts_without_cache = True
     artifact = getattr(importlib.import_module(kind.__module__), name)
     logger.info("mmbroker: %s has derived keys: what is known is not decoded again", kind.__qualname__)
-    measure.counters.add("derived")
     return Artifacts(processor, mark, artifact, asking)
 
 

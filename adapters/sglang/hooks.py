@@ -74,6 +74,7 @@ def begin_tokenizer(original: Original, manager: Any) -> None:
 
             seams.warn_of_overrides(manager.mm_processor)
             producer.artifacts = artifacts.enable(manager.mm_processor, manager.server_args, producer.asking)
+        measure.counters.add("content" if producer.artifacts is None else "derived")
     export.start(manager.server_args, asked.engine, None)
     manager.rid_to_state = holding.States(manager.rid_to_state, producer.claims.left)
 

@@ -38,6 +38,7 @@ PRODUCER: Final = (
     "put_on_device",  # from the GPU to the GPU
     "put_ns",  # from the request's arrival at the seam until its references were there, summed over requests
     "derived",  # 1 if the processor has derived keys
+    "content",  # 1 if it has content keys only
     "derived_hits",  # pictures that were neither decoded nor preprocessed here
     "derived_made",  # pictures that were, and were promised to others
     "derived_failed",  # requests whose pictures could not be asked for or put by derived keys

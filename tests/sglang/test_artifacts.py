@@ -387,7 +387,7 @@ def test_a_fingerprint_changes_with_everything_that_shapes_the_output(
         mark(image("do_convert_rgb", False)),
         mark(image("resample", 2)),
         mark(image("patch_size", 16)),
-        mark(lambda processor, config: setattr(config, "model_type", "another")),
+        mark(lambda processor, config: setattr(config, "architectures", ["Another"])),
         mark(lambda processor, config: setattr(config.vision_config, "spatial_merge_size", 3)),
         mark(payload={"image_config": {"max_pixels": 1000}}),
         mark(payload={"image_config": {"max_pixels": 1000.0}}),
@@ -432,7 +432,7 @@ def test_outputs_that_differ_have_keys_that_differ(real: tuple[Any, Any]) -> Non
         )
         outputs.setdefault(mark, set()).add(made.numpy().tobytes())
     assert len(outputs) == 20 and all(len(same) == 1 for same in outputs.values())
-    assert len({next(iter(same)) for same in outputs.values()}) > 5, "the bounds make a difference"
+    assert len({next(iter(same)) for same in outputs.values()}) > 2, "the bounds make a difference"
 
 
 def test_what_is_beside_a_feature_comes_back_as_it_was() -> None:
