@@ -39,7 +39,14 @@ QUOTAS: Final = (
         "seal",
     ),
 )
-LOSSES: Final = ("leases_broken", "holds_orphaned", "slots_abandoned", "grants_failed", "loads_lost")
+LOSSES: Final = (
+    "leases_broken",
+    "promises_broken",
+    "holds_orphaned",
+    "slots_abandoned",
+    "grants_failed",
+    "loads_lost",
+)
 ODDITIES: Final = (
     *("unknown_holds", "unknown_leases", "unanswerable_calls", "repeated_calls", "tallies_refused"),
     *("undecodable_messages", "stray_calls", "unroutable_messages", "refusals_dropped", "segments_refused"),
@@ -217,6 +224,7 @@ METRICS: Final = (
     _gauge("features", "Sealed features.", _features, ("state",)),
     _gauge("device_replicas", "Copies of features on the device.", _replicas, ("state",)),
     _gauge("leases", "Leases that are open.", _at("leases")),
+    _gauge("promises", "Keys that a client has promised to write, and has not.", _at("promises")),
     _gauge("holds", "Holds; dismissed ones wait for a rank to settle.", _holds, ("state",)),
     _gauge("sessions", "Clients; ended ones whose process may still touch features.",
         lambda report: [(("living",), len(report["sessions"])), (("ended",), len(report["ghosts"]))], ("state",)),
@@ -230,6 +238,8 @@ METRICS: Final = (
     _counter("misses", "Features that had to be written, or were looked up in vain.", _count("misses")),
     _counter("leases_granted", "Slots given to writers.", _count("leases")),
     _counter("aborts", "Leases given back unwritten.", _count("aborts")),
+    _counter("promises_given", "Keys that a client was left to write, before it asked for room.", _count("promises")),
+    _counter("promises_dropped", "Of these, given back unwritten.", _count("promises_dropped")),
     _counter("seals", "Features made visible.", _count("seals")),
     _counter("seals_second", "Of these, keys that another writer had sealed first.", _count("seals_second")),
     _counter("holds_opened", "Claims on features.", _count("holds")),

@@ -6,12 +6,15 @@ what was seen waits, at most so much of it, for the thread that exports it.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from mmbroker.proto.reference import is_reference
+
+logger = logging.getLogger(__name__)
 
 #: Requests that may wait to be exported: more than a tokenizer handles in the second between two exports.
 _KEPT: Final = 4096
@@ -39,7 +42,16 @@ def watch() -> deque[list[Picture]]:
 
 def look(output: Any) -> None:
     """A request's media have been processed."""
-    if seen is not None and (found := [picture for item in output.mm_items for picture in _pictures(item)]):
+    if seen is None:
+        return
+    try:
+        found = [picture for item in output.mm_items for picture in _pictures(item)]
+    except (
+        Exception
+    ):  # what a processor puts out is its own affair, and figures are no reason to fail a request
+        logger.debug("mmbroker: the sizes of a request's pictures are not known", exc_info=True)
+        return
+    if found:
         seen.append(found)
 
 

@@ -390,6 +390,7 @@ def test_what_was_seen_is_exported_once(monkeypatch: pytest.MonkeyPatch) -> None
         item.feature = torch.zeros(4, 1176)
     pictures.look(several)
     pictures.look(SimpleNamespace(mm_items=[]))
+    pictures.look(SimpleNamespace(mm_items=[SimpleNamespace(modality="of another kind")]))
     worker.update_pictures()
     worker.update_pictures()
 
