@@ -53,7 +53,8 @@ def test_sixteen_producers_and_four_engines(stage: Stage, work: Load) -> None:
 
 
 def test_a_modest_namespace_beside_a_greedy_one(stage: Stage, work: Load) -> None:
-    """Who comes rarely is served in its turn: six threads that always want more do not keep it from its own."""
+    """Half of the arena is its engine's: six threads that always want more get less each than one that shares with
+    nobody."""
     work.engine("greedy-engine", namespace="greedy")
     work.engine("modest-engine", namespace="modest")
     for n in range(3):
@@ -65,7 +66,7 @@ def test_a_modest_namespace_beside_a_greedy_one(stage: Stage, work: Load) -> Non
     assert done["features"] == done["right"] == 40
     counts = work.finish("end")
     assert not [name for name in counts if name.startswith(("fell", "broke"))]
-    assert counts["right"] - 40 < 40 * 6 * 4, "each greedy thread got more than four times as much"
+    assert counts["right"] - 40 < 40 * 6, "each greedy thread got as much, or more"
 
 
 def test_a_stopped_engine_delays_nobody() -> None:
