@@ -192,9 +192,9 @@ def _broker(path: Path) -> Check:
 
 def plugin() -> Check:
     """Whether an SGLang that starts here finds the plugin, and the plugin knows it."""
-    from mmbroker.adapters.sglang.seams import VERSIONS
+    from mmbroker.adapters.sglang.settings import TESTED
 
-    name, tested = "SGLang plugin", " and ".join(VERSIONS)
+    name, tested = "SGLang plugin", " and ".join(TESTED)
     try:
         installed = metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -203,7 +203,7 @@ def plugin() -> Check:
     if not found:
         advice = "install mmbroker with pip: a directory on PYTHONPATH has no entry points"
         return Check(name, BROKEN, f"SGLang {installed} does not see it", advice)
-    if installed not in VERSIONS:
+    if installed not in TESTED:
         advice = f"the plugin stands aside; use SGLang {tested}"
         return Check(name, BROKEN, f"SGLang {installed} is none of those that were tested", advice)
     return Check(name, FINE, f"seen by SGLang {installed}, which was tested")

@@ -22,6 +22,8 @@ SHARE_OUTPUTS: Final = "MMBROKER_SHARE_OUTPUTS"
 YES: Final = ("1", "true", "yes", "y")
 #: How long a request waits for room in a healthy broker, in seconds.
 DEFAULT_WAIT: Final = 30.0
+#: The SGLang versions whose seams are known (`seams.VERSIONS`).
+TESTED: Final = ("0.5.17", "0.5.23")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from mmbroker.adapters.sglang import (
     measure,
     packing,
     pictures,
+    seams,
     settings,
     uses,
 )
@@ -305,6 +306,10 @@ def test_counters_are_read_while_they_count(tmp_path: Path) -> None:
     found = measure.read(tmp_path)
     assert found["scheduler-0"] == counters.read() and found["scheduler-0"]["inputs_ns"] == 1 << 40
     assert set(found) == {"scheduler-0"}
+
+
+def test_the_tested_versions_are_those_with_seams() -> None:
+    assert set(settings.TESTED) == set(seams.VERSIONS)
 
 
 @pytest.mark.parametrize(
