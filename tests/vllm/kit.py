@@ -20,7 +20,7 @@ from mmbroker.demo.model import tiny_model
 from tests import kit
 
 #: How long an engine may take to start, and to answer, in seconds.
-START, PATIENCE = 280.0, 120.0
+START, PATIENCE = 400.0, 120.0
 
 
 @cache
