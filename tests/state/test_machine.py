@@ -481,6 +481,7 @@ PHASES = [phase for phase in Phase if EXAMPLES or phase not in (Phase.shrink, Ph
 TestLife = Life.TestCase
 TestLife.settings = settings(
     max_examples=int(EXAMPLES or 200),
+    derandomize=not EXAMPLES,  # a search of new lives is what the variable is for
     phases=PHASES,
     stateful_step_count=100,
     deadline=None,
