@@ -89,8 +89,8 @@ def check_form(form: Form) -> None:
         expected = list_form([(p.dtype, p.shape) for p in form.parts], form.modality)
     if expected != form:
         raise InvalidMessage(
-            f"the form does not add up: {form.dtype} {form.shape} was declared with {form.nbytes} bytes, "
-            f"and makes {expected.nbytes}",
+            f"the form does not add up: {form.dtype[:64]!r} of shape {str(form.shape)[:64]} was declared with "
+            f"{form.nbytes} bytes, and makes {expected.nbytes}",
             declared=form.nbytes,
             computed=expected.nbytes,
         )

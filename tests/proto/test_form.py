@@ -131,6 +131,15 @@ def test_a_form_that_does_not_add_up_is_refused(form: Form) -> None:
     m.encode(m.Failed("InvalidMessage", str(caught.value), caught.value.figures))
 
 
+def test_what_a_list_declares_is_told_in_printable_words() -> None:
+    """A list's dtype and shape say nothing, so that only this refusal sees what was sent there."""
+    parts = list_form([("uint8", (1,))], "image").parts
+    for dtype, shape in (("\0\x1b[2J", (1,)), ("x" * 100_000, (1,)), ("list", (1,) * 50_000)):
+        with pytest.raises(InvalidMessage, match="add up") as caught:
+            check_form(Form(dtype, shape, 1, "image", parts))
+        assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+
+
 def test_a_modality_has_a_sensible_name() -> None:
     check_form(tensor_form("uint8", (1,), "m" * 64))
     for name in ("m" * 65, "\x1b[2J", "two\nlines"):
