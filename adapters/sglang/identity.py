@@ -34,15 +34,15 @@ _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"
 #: The longest header of a safetensors file that is read, in bytes.
 _HEADER: Final = 64 << 20
 #: Arguments that differ between two engines of one model, and have nothing to do with its encoder: where it listens,
-#: what it writes, what it is called, how much it takes at once.
+#: what it writes, what it is called, how much it takes at once. The model's own configuration is told apart from them.
 _UNRELATED: Final = re.compile(
     r"_?(host|port|.*_port|.*_ports|.*_addr|.*_ipc_name|instance_id|fastapi_root_path|.*api_key|served_model_name|warmups"
     r"|model_path|tokenizer_path|download_dir|log_.*|.*_log_.*|.*_logging|.*metrics.*|.*trace.*"
     r"|watchdog_timeout|soft_watchdog_timeout|dist_timeout|base_gpu_id|gpu_id_step|numa_node|random_seed|sleep_on_idle|skip_server_warmup|.*worker_num"
     r"|context_length|mem_fraction_static|max_running_requests|max_queued_requests|max_total_tokens|page_size"
-    r"|max_prefill_tokens|chunked_prefill_size|schedule_policy|schedule_conservativeness|stream_interval"
+    r"|max_prefill_tokens|chunked_prefill_size|cuda_graph_config|cuda_graph_(max_)?bs.*|schedule_policy|schedule_conservativeness|stream_interval"
     r"|.*chat_template.*|reasoning_parser|tool_call_parser|disable_radix_cache|grammar_backend|sampling_backend"
-    r"|mm_feature_transport|mm_preprocess_cache_size_mb|enable_cache_report|weight_version)"
+    r"|model_config|mm_feature_transport|mm_preprocess_cache_size_mb|enable_cache_report|weight_version)"
 )
 _UNRELATED_VARIABLES: Final = re.compile(
     r"SGLANG_(RUN_ID|(.*_)?PORT|.*APP_PATH|LOG.*|.*LOGGING.*|CPU_OMP_THREADS_BIND|VLM_CACHE_SIZE_MB|.*IPC.*)"
