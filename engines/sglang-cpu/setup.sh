@@ -67,6 +67,8 @@ if ! stamped engine "$engine"; then
     echo "$engine" >"$venv/stamp-engine"
 fi
 if ! stamped project "$project"; then
+    # What an earlier build left in the tree would hide this one's entry points from programs that run there.
+    rm -rf "$root"/*.egg-info
     step "mmbroker, editable, into $venv" pip install --no-build-isolation --no-deps -e "$root" \
         --config-settings editable_mode=strict
     echo "$project" >"$venv/stamp-project"
