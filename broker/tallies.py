@@ -8,9 +8,11 @@ from typing import Final
 
 from .records import Session
 
-#: Names in one tally; characters in a name; names in the sum of those who are gone; how many of them are told apart.
+#: Names in one tally; characters in a name; the largest count; names in the sum of those who are gone; how many of them
+#: are told apart.
 NAMES: Final = 96
 NAME_LIMIT: Final = 64
+COUNT_LIMIT: Final = 1 << 62  # sums stop there, too: a message carries no larger numbers
 _SUMMED: Final = 256
 _REMEMBERED: Final = 256
 #: What is open at present goes with its client; everything else was counted once and for all.
@@ -30,8 +32,10 @@ class Tallies:
         self._sum: Counter[str] = Counter()
 
     def hear(self, session: Session, counts: Mapping[str, int]) -> bool:
-        """A session's own counters, cumulative, by name. False: too many, too long, or unprintable."""
+        """A session's own counters, cumulative, by name. False: too many, too long, unprintable, or no counts."""
         if len(counts) > NAMES or any(len(name) > NAME_LIMIT or not name.isprintable() for name in counts):
+            return False
+        if not all(0 <= count <= COUNT_LIMIT for count in counts.values()):
             return False
         earlier = None if session.tally else self._gone.get(_client(session))
         if earlier is not None and all(counts.get(name, 0) >= count for name, count in earlier.items()):
@@ -53,7 +57,7 @@ class Tallies:
     def _fold(self, counts: Mapping[str, int]) -> None:
         for name, count in counts.items():
             if name in self._sum or len(self._sum) < _SUMMED:
-                self._sum[name] += count
+                self._sum[name] = min(self._sum[name] + count, COUNT_LIMIT)
 
     @property
     def before(self) -> dict[str, int]:
@@ -62,7 +66,7 @@ class Tallies:
         for counts in self._gone.values():
             for name, count in counts.items():
                 if name in total or len(total) < _SUMMED:
-                    total[name] += count
+                    total[name] = min(total[name] + count, COUNT_LIMIT)
         return dict(total)
 
 

@@ -254,5 +254,22 @@ def test_a_tally_has_bounds() -> None:
     peer = shell.client()
     peer.cast(m.Tally({str(n): n for n in range(97)}))
     peer.cast(m.Tally({"x" * 65: 1}))
+    peer.cast(m.Tally({"puts": -1}))
+    peer.cast(m.Tally({"puts": (1 << 62) + 1}))
     assert shell.report()["sessions"][0]["tally"] == {}
-    assert shell.counters()["tallies_refused"] == 2
+    assert shell.counters()["tallies_refused"] == 4
+
+
+@pytest.mark.parametrize("clients", [3, 300])
+def test_sums_of_what_clients_count_fit_a_message(clients: int) -> None:
+    """Of those that are there, that are gone, and that are forgotten one by one."""
+    shell = Shell()
+    shell.checks = clients < 10
+    for alive in [False] * clients + [True]:
+        peer = shell.client()
+        peer.cast(m.Tally({"puts": 1 << 62}))
+        if not alive:
+            peer.end()
+    report = shell.report()
+    assert report["told_before"]["puts"] == report["sessions"][0]["tally"]["puts"] == 1 << 62
+    m.encode(m.Answer(1, m.Report(report)))
