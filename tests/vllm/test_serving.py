@@ -1,4 +1,4 @@
-"""`vllm serve` with two API servers, and an engine of two ranks."""
+"""`vllm serve` with two API servers."""
 
 from __future__ import annotations
 
