@@ -190,18 +190,6 @@ def scratch() -> Iterator[Path]:
 
 
 @contextmanager
-def program(
-    directory: Path, probe: Probe, env: dict[str, str] | None = None, **more: Any
-) -> Iterator[Program]:
-    engine = Program(directory, probe, env, **more)
-    try:
-        yield engine.ready()
-    finally:
-        if engine.process.poll() is None:
-            engine.close()
-
-
-@contextmanager
 def running_broker(root: Path, **settings: Any) -> Iterator[kit.BrokerProcess]:
     """A broker of 256 MiB unless told otherwise, ended at the end."""
     broker = kit.BrokerProcess(root, {"host_mib": 256, **settings}, [], {})
