@@ -259,7 +259,7 @@ class _Put:
     ) -> None:
         self._client = client
         self._options = {"to": engine, "private": private}
-        self._left = turn.left
+        self._turn = turn
         self._found = found
         self.values = {place: place.value for place in found}
         self.refused: list[tuple[str, int, str]] = []
@@ -288,6 +288,11 @@ class _Put:
                 self._refuse(len(self._found) - index, error)
                 break
         return helds
+
+    def _left(self) -> float:
+        """Room may have been waited for in vain already, by a derived key: it is asked for once more, and why there is
+        none is told."""
+        return max(self._turn.left(), _BRIEFLY)
 
     def _refuse(self, count: int, error: BrokerError) -> dict[Place, Any]:
         self.refused.append((reason_of(error), count, f"{type(error).__name__}: {error}"))
