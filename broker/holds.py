@@ -176,6 +176,8 @@ class Holds:
             if rank in AWAITED:
                 self._refused(hold, session, "it let go before it acknowledged")
                 self._heard(hold, now)
+            if hold.owner is None and not hold.ranks:
+                self.end(hold, now)  # its requests ended with the engine: there is nothing to be graceful to
             self._close_if_settled(hold, now)
 
     def detach(self, session: Session, now: float) -> None:

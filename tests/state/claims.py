@@ -207,7 +207,7 @@ class Claims:
         for number, hold in self.holds.items():
             if hold.owner == session and not hold.over:
                 hold.orphaned = self.now
-                if not any((rank, number) in hold.claim.ranks for rank in hold.ranks):
+                if not self._readers(number, hold):
                     self._over(number)  # nobody could take it any more
             if hold.ranks.get(session) == "granted":
                 hold.ranks[session] = "lost"
@@ -228,6 +228,10 @@ class Claims:
                 claim.retained = False
                 if claim.state == "broken":
                     claim.state = "free"
+
+    def _readers(self, number: int, hold: HoldView) -> bool:
+        """Is there a rank that may still take what it was granted?"""
+        return any((rank, number) in hold.claim.ranks for rank in hold.ranks)
 
     def _over(self, number: int) -> None:
         hold = self.holds[number]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from mmbroker import events as e
 from mmbroker.arena.allocator import round_up
 from mmbroker.proto import messages as m
@@ -43,7 +45,9 @@ class Ledger(Claims):
                 del self.segments[segment]
         repeated = self._event(event)
         for number, hold in self.holds.items():
-            if hold.orphaned + self.limits.producer_grace <= now and not hold.over:
+            # A dead producer's hold ends after a while, or with the last rank that could take it.
+            alone = hold.orphaned < math.inf and not self._readers(number, hold)
+            if not hold.over and (alone or hold.orphaned + self.limits.producer_grace <= now):
                 self._over(number)
         granted = {
             grant.ref.generation

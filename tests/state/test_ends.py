@@ -73,6 +73,34 @@ def test_a_dead_producers_holds_go_on_for_the_grace_time() -> None:
     assert shell.report()["holds"] == 0
 
 
+@pytest.mark.parametrize("ends", ["killed", "settled", "detached"])
+@pytest.mark.parametrize("producer_first", [True, False])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_dead_producers_holds_end_with_the_engine(world: int, producer_first: bool, ends: str) -> None:
+    """Nobody is left whom the grace time would serve, whoever of them was the first to go."""
+    shell = Shell(producer_grace=30.0)
+    peer = shell.client()
+    ranks = shell.engine(world=world)
+    (ref,) = peer.put(item("x"), to="engine")
+    if producer_first:
+        peer.end()
+    for rank in ranks:
+        assert shell.report()["holds"] == 1
+        if ends == "killed":
+            rank.end(alive=True)
+            rank.gone()
+        elif ends == "settled":
+            rank.cast(m.Settle([ref.hold]))
+        else:
+            rank.cast(m.Settle([ref.hold]))
+            rank.call(m.Detach())
+    if not producer_first:
+        assert shell.report()["holds"] == 1, "the producer still has it"
+        peer.end()
+    report = shell.report()
+    assert (report["holds"], report["features_idle"]) == (0, 1)
+
+
 def test_a_dead_producers_own_holds_end_at_once() -> None:
     shell = Shell(pages=4, segment=4)
     peer, waiter = shell.client(), shell.client()
