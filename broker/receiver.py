@@ -33,11 +33,15 @@ from mmbroker.proto.messages import (
     Answer,
     Broken,
     Dismissed,
+    Fresh,
     Grant,
     Granted,
     Offer,
     Offered,
     Retired,
+    Sought,
+    Wanted,
+    Worth,
 )
 from mmbroker.proto.tags import boot_tag, session_tag
 
@@ -79,6 +83,8 @@ class Receiver(ABC):
         self.on_device_lease: Callable[[int], None] = _ignore
         self.on_dismissed: Callable[[list[int]], None] = _ignore
         self.on_broken: Callable[[list[int]], None] = _ignore
+        self.on_sought: Callable[[list[Wanted]], None] = _ignore
+        self.on_fresh: Callable[[list[Worth]], None] = _ignore
         self.on_connected: Callable[[], None] = _ignore
         self.on_lost: Callable[[int], None] = _ignore
         self.on_closing: Callable[[], None] = _ignore
@@ -372,6 +378,10 @@ class Receiver(ABC):
         elif isinstance(message, Retired):
             connection.forget(message.segments)
             self.on_retired(message.segments)
+        elif isinstance(message, Sought):
+            self.on_sought(message.wanted)
+        elif isinstance(message, Fresh):
+            self.on_fresh(message.features)
 
 
 def _ignore(*_: object) -> None:

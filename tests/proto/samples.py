@@ -62,6 +62,8 @@ BODIES: dict[str, m.Body] = {
     "drain no more": m.Drain(False),
     "evict": m.Evict(1024),
     "evict one namespace": m.Evict(10, "uid-1000"),
+    "tier": m.Tier(True),
+    "tier, closed, with its figures": m.Tier(False, 0.05, 8, 3),
 }
 CALLS: dict[str, msgspec.Struct] = {
     f"call: {name}": m.Call(PROTOCOL_VERSION, BOOT, 11, seq, 2.5, body)
@@ -95,6 +97,8 @@ NOTICES: dict[str, msgspec.Struct] = {
     "granted, dismissed": m.Granted([m.Grant(REF, "image", 3, 4096)], [5, 6]),
     "broken": m.Broken([5]),
     "retired": m.Retired([3]),
+    "sought": m.Sought([m.Wanted(KEYS[1], 4), m.Wanted(KEYS[1], 5)]),
+    "fresh": m.Fresh([m.Worth(KEYS[1], 4704, 68_000, 0), m.Worth(KEYS[1], 4704, None, 2)]),
 }
 DOWNLINK = {f"answer: {name}": m.Answer(4, body) for name, body in REPLIES.items()} | NOTICES
 
