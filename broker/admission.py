@@ -40,6 +40,7 @@ class Admission:
         self.holds = holds
         self.quotas = Quotas(books)
         self.leases = Leases(books, self.quotas, holds, self._landed)
+        self.seeking = self.leases.seeking
         self.queue: OrderedDict[int, Request] = OrderedDict()  # waits for room or budget, in order of arrival
         self.flying: dict[Place, OrderedDict[int, Request]] = {}  # waits for a key's writer
         self.draining = False
@@ -119,6 +120,8 @@ class Admission:
                     books.counters["conflicts"] += 1
                     self._finish(request, conflict(feature.form, item.form.nbytes))
                     return True
+            elif request.lookup and place not in fresh and self.seeking.awaited(request, place, now):
+                flights.append(place)
             elif (request.promise or not request.lookup) and place not in fresh:
                 if not item.promise and place in books.flights and self._awaits(request, item.key):
                     flights.append(place)
@@ -178,20 +181,22 @@ class Admission:
         for item, feature in zip(request.items, found, strict=True):
             place = (request.namespace, item.key)
             if feature is not None:
-                feature.hits += 1
-                books.counters["hits"] += 1
+                if session.mover is None:  # else it is no use of the feature, but a look at it
+                    feature.hits += 1
+                    books.counters["hits"] += 1
+                    self.seeking.hit(feature)
                 hold = self.holds.claim(feature, session, request.engine, request.private, now)
                 holds.append(hold)
                 results.append(Hit(hold.reference(books.boot), feature.extra))
             elif place in fresh:
-                books.counters["misses"] += 1
+                books.counters["misses"] += session.mover is None
                 slot = fresh.pop(place)
                 if slot is None:
                     results.append(self.leases.promise(session, item.key))
                 else:
                     results.append(self.leases.grant(session, item, slot, request.engine, now))
             elif request.lookup and not request.promise:
-                books.counters["misses"] += 1
+                books.counters["misses"] += session.mover is None
                 results.append(None)
             else:
                 results.append(Pending())
@@ -242,7 +247,7 @@ class Admission:
             return
         for place in request.flights:
             self.flying.setdefault(place, OrderedDict())[request.number] = request
-        if request.promise:
+        if request.lookup:
             return  # for as long as the writers live, and its deadline allows
         request.circular = request.circular or self._circular(request)
         lasting = all(place[1].kind is Kind.DERIVED for place in request.flights) and not request.circular

@@ -7,7 +7,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import TypeVar
 
-from mmbroker.proto.messages import Dismissed, Failed, Grant, Granted, Reply, Report, Retired
+from mmbroker.proto.messages import (
+    Dismissed,
+    Failed,
+    Fresh,
+    Grant,
+    Granted,
+    Reply,
+    Report,
+    Retired,
+    Sought,
+    Wanted,
+    Worth,
+)
 
 from .arena.allocator import PAGE, round_up
 from .events import Discard, Effect, Limits, Notify, Respond, SendSegment
@@ -21,6 +33,7 @@ from .timers import Timers
 DEVICE_PAGE = 2 << 20
 _Thing = TypeVar("_Thing")
 _NOTICE_WEIGHT = 2048.0  # grants and parts in one message, of some 200 bytes each
+_MOVER_SHARE = 16  # of such a part of the arena a mover may hold at once what it reads
 NAME_LIMIT = 128  # characters of an engine's name
 
 
@@ -35,6 +48,8 @@ class Outbox:
         self._segments: list[Effect] = []
         self._granted: dict[int, list[Grant]] = {}
         self._dismissed: dict[int, list[int]] = {}
+        self._sought: dict[int, list[Wanted]] = {}
+        self._fresh: dict[int, list[Worth]] = {}
         self._answers: list[Effect] = []
         self._rest: list[Effect] = []
 
@@ -50,6 +65,12 @@ class Outbox:
     def dismiss(self, session: int, hold: int) -> None:
         self._dismissed.setdefault(session, []).append(hold)
 
+    def sought(self, session: int, wanted: Wanted) -> None:
+        self._sought.setdefault(session, []).append(wanted)
+
+    def fresh(self, session: int, feature: Worth) -> None:
+        self._fresh.setdefault(session, []).append(feature)
+
     def answer(self, session: int, seq: int, body: Reply) -> None:
         self._answers.append(Respond(session, seq, body))
 
@@ -63,6 +84,10 @@ class Outbox:
             effects += [Notify(session, Granted(some)) for some in _split(grants, weights)]
         for session, holds in self._dismissed.items():
             effects += [Notify(session, Dismissed(some)) for some in _split(holds, [0.1] * len(holds))]
+        for session, wanted in self._sought.items():
+            effects += [Notify(session, Sought(keys)) for keys in _split(wanted, [0.5] * len(wanted))]
+        for session, features in self._fresh.items():
+            effects += [Notify(session, Fresh(some)) for some in _split(features, [0.5] * len(features))]
         effects += self._answers
         effects += self._rest
         self._clear()
@@ -353,16 +378,22 @@ class Books:
 
     # --- engines ----------------------------------------------------------------------------------------------------
 
-    def budget(self, tier: str = "host") -> int:
-        """Bytes that one engine may have in flight: an equal share of the arena for each that is attached, or less."""
-        share = self.pools[tier].limit // max(1, sum(engine.complete for engine in self.engines.values()))
+    def budget(self, tier: str = "host", engine: Engine | None = None) -> int:
+        """Bytes that one engine may have in flight: an equal share of the arena for each that is attached, or less. A
+        mover reads, and takes nothing from them: it has a small part of the arena for that."""
+        if engine is not None and engine.mover:
+            return self.pools[tier].limit // _MOVER_SHARE
+        attached = sum(engine.complete and not engine.mover for engine in self.engines.values())
+        share = self.pools[tier].limit // max(1, attached)
         return min(share, self.limits.engine_bytes or share)
 
     def no_such_engine(self, namespace: str, name: str) -> Failed:
         """Why nothing can be granted to an engine: it is not there, or not complete."""
         self.counters["no_such_engine"] += 1
         engine = self.engines.get((namespace, name))
-        attached = sorted(e.name for e in self.engines.values() if e.namespace == namespace and e.complete)
+        attached = sorted(
+            e.name for e in self.engines.values() if e.namespace == namespace and e.complete and not e.mover
+        )
         have = ", ".join(attached) if attached else "none"
         if engine is not None and not engine.complete:
             missing = sorted(set(range(engine.world)) - set(engine.ranks))

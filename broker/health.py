@@ -45,8 +45,13 @@ def health(broker: Broker, now: float) -> dict[str, Any]:
     }
 
 
+def _counted(broker: Broker) -> Iterator[Session]:
+    """All but the movers: nobody waits for what they read, nor for long for what they fetch."""
+    return (session for session in broker.books.sessions.values() if session.mover is None)
+
+
 def _waiting(broker: Broker) -> Iterator[Request]:
-    for session in broker.books.sessions.values():
+    for session in _counted(broker):
         yield from session.requests.values()
 
 
@@ -65,7 +70,7 @@ def _only_promised(broker: Broker, request: Request) -> bool:
 
 def _silences(broker: Broker) -> Iterator[float]:
     """Since when each rank owes its oldest acknowledgement."""
-    for session in broker.books.sessions.values():
+    for session in _counted(broker):
         if session.unacked:
             yield next(iter(session.unacked.values()))
 
@@ -80,7 +85,7 @@ def _sentences(broker: Broker, now: float) -> list[str]:
 
 
 def _ranks(broker: Broker, now: float) -> Iterator[tuple[float, str]]:
-    for session in broker.books.sessions.values():
+    for session in _counted(broker):
         if session.unacked and session.engine is not None:
             age = now - next(iter(session.unacked.values()))
             yield age, _silent(broker, session, session.engine, age)

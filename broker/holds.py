@@ -314,6 +314,8 @@ def _note(engine: Engine, feature: Feature) -> None:
     """Who has whose features, for `status`."""
     more = Counter(features=1, bytes=feature.slot.nbytes)
     engine.granted += more
+    if engine.mover:
+        return
     feature.maker = feature.maker or engine.name
     if feature.maker == engine.name:
         return

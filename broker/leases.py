@@ -14,6 +14,7 @@ from .holds import Holds
 from .pool import Slot
 from .quotas import Quotas
 from .records import Engine, Feature, Hold, Lease, Place, Promise, Session
+from .seeking import Seeking
 
 
 class Leases:
@@ -24,6 +25,7 @@ class Leases:
         self.books = books
         self.quotas = quotas
         self.holds = holds
+        self.seeking = Seeking(books, quotas, self._promise, self._overtake)
         self._landed = landed
         self._numbers = count(1)
         self._feature_numbers = count(1)
@@ -36,7 +38,9 @@ class Leases:
         lease = Lease(next(self._numbers), session.number, place, item.form, slot, now, engine)
         self.open[lease.number] = lease
         session.leases[lease.number] = lease
-        books.flights.setdefault(place, []).append(lease)
+        self.seeking.leased(lease, session)
+        if lease.awaited:
+            books.flights.setdefault(place, []).append(lease)
         books.claim(session, place[0], slot)
         if engine is not None:
             engine.leases += 1
@@ -48,13 +52,16 @@ class Leases:
 
     def promise(self, session: Session, key: Key) -> Due:
         """A client's word that it will make what this key names."""
+        self.books.counters["promises"] += 1
+        return Due(self._promise(session, key).number)
+
+    def _promise(self, session: Session, key: Key) -> Promise:
         place = (session.namespace, key)
         promise = Promise(next(self._numbers), session.number, place)
         session.promises[promise.number] = promise
         self.books.flights.setdefault(place, []).append(promise)
         self.books.claims[place[0]] += 1
-        self.books.counters["promises"] += 1
-        return Due(promise.number)
+        return promise
 
     def end_promise(self, session: Session, number: int, now: float) -> None:
         """It was kept, or is given back: nobody waits for it any more."""
@@ -131,6 +138,7 @@ class Leases:
             )
             feature.maker = session.engine.name if session.engine is not None else ""
             books.enter(feature)
+            self.seeking.sealed(feature, session)
             if sealing.retained:
                 feature.pins.add(lease.number)
                 session.pins[lease.number] = feature
@@ -146,7 +154,7 @@ class Leases:
         """Leases given back unwritten, and promises unkept."""
         for number in numbers:
             if number in session.promises:
-                self.books.counters["promises_dropped"] += 1
+                self.books.counters["promises_dropped"] += session.mover is None
                 self.end_promise(session, number, now)
                 continue
             lease = session.leases.get(number)
@@ -176,7 +184,7 @@ class Leases:
             session.quarantine.append(lease.slot)
             self.books.counters["leases_broken"] += 1
         for number in list(session.promises):
-            self.books.counters["promises_broken"] += 1
+            self.books.counters["promises_broken"] += session.mover is None
             self.end_promise(session, number, now)
 
     def _close(self, session: Session, lease: Lease, now: float) -> None:
@@ -191,7 +199,24 @@ class Leases:
         self._leave(lease, now)
 
     def _leave(self, writer: Lease | Promise, now: float) -> None:
-        """One writer of a key less. Whoever waits for it is told when there is none, or when it is sealed."""
+        """One writer of a key less."""
+        self.seeking.left(writer, self.books.sessions[writer.session])
+        if writer.awaited:
+            self._unlist(writer, now)
+        elif writer.place in self.books.features:
+            self._landed(writer.place, now)
+
+    def _overtake(self, writer: Lease | Promise, now: float) -> None:
+        """Nobody waits for a writer any more. A promise is nothing else; a lease may still be sealed."""
+        if isinstance(writer, Promise):
+            self.end_promise(self.books.sessions[writer.session], writer.number, now)
+        else:
+            writer.awaited = False
+            self._unlist(writer, now)
+        self._landed(writer.place, now)
+
+    def _unlist(self, writer: Lease | Promise, now: float) -> None:
+        """Whoever waits for a key is told when nobody writes it any more, or when it is sealed."""
         writing = self.books.flights[writer.place]
         writing.remove(writer)
         if not writing:

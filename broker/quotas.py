@@ -59,6 +59,16 @@ class Quotas:
         waiting, limit = len(session.requests) + len(session.tickets), self.limits.pending_per_session
         return self._over("pending_per_session", "this client", "calls waiting", 1, waiting, limit)
 
+    def may_promise(self, session: Session) -> bool:
+        """May a client be given one promise more that it did not ask for?"""
+        limits = self.limits
+        waiting = sum(len(request.items) for request in session.requests.values())
+        return (
+            session.features + waiting < limits.features_per_session
+            and session.features < (limits.client_budget_features or limits.features_per_session)
+            and self.books.claims[session.namespace] < limits.features_per_namespace
+        )
+
     def batch(self, session: Session, items: list[Item]) -> Failed | None:
         """Why a call may not have so many items, whatever there is, if so."""
         limits, count = self.limits, len(items)
@@ -149,7 +159,7 @@ class Quotas:
         return all(
             not nbytes
             or not engine.in_flight[tier]
-            or engine.in_flight[tier] + nbytes <= self.books.budget(tier)
+            or engine.in_flight[tier] + nbytes <= self.books.budget(tier, engine)
             for tier, nbytes in extra.items()
         )
 
@@ -185,7 +195,7 @@ class Quotas:
             figures = {"requested": count, "used": used, "limit": most}
             then = "; end some of its requests, or raise the setting `features_per_engine`"
             return Failed("QuotaExceeded", text + then, figures)
-        budget, in_flight = self.books.budget(tier), engine.in_flight[tier]
+        budget, in_flight = self.books.budget(tier, engine), engine.in_flight[tier]
         text = (
             f"engine {engine.name!r} has {in_flight} bytes in flight of its budget of {budget}, and {request.nbytes} "
             f"more do not fit; end some of its requests, or raise --{tier}-mib"

@@ -30,6 +30,7 @@ class Lease:
     slot: Slot
     since: float
     engine: Engine | None  # charged for it while it is written
+    awaited: bool = True  # who wants the same key waits for it
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +40,34 @@ class Promise:
     number: int
     session: int
     place: Place
+    awaited: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Mover:
+    """What moves features between its namespace and a store beyond this machine (`Tier`)."""
+
+    session: Session
+    open: bool = False
+    wait: float = 0.0
+    most: int = 1
+    reuse: int = 1
+    sought: dict[Place, Seek] = field(
+        default_factory=dict
+    )  # what it was asked for, until it has done with it
+    vain: int = 0  # keys that were sought in vain since it last said anything
+    told: int = 0  # features that it was told of since then
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True, eq=False)
+class Seek:
+    """A key that a mover was asked for. Others wait for its writer until it is `due`."""
+
+    mover: Mover
+    writer: Promise | Lease
+    due: float
+    timer: Timer
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +83,7 @@ class Feature:
     holds: set[int] = field(default_factory=set)
     pins: set[int] = field(default_factory=set)  # leases whose writer still has a tensor over the slot
     hits: int = 0
+    fetched: bool = False  # it comes from beyond this machine
     maker: str = ""  # the engine that had it first, or whose rank put it
     tainted: bool = False  # a process that cannot be traced may read it for ever: its slot is never reused
     replica: Replica | None = None  # its copy on the device, if its own slot is on the host
@@ -127,6 +157,7 @@ class Engine:
     name: str
     namespace: str
     world: int
+    mover: bool = False  # it reads for a store beyond this machine, and no request is for it
     ranks: dict[int, int] = field(default_factory=dict)  # rank -> session
     #: Bytes by tier of the features that it holds, each counted once, and of leases meant for it.
     in_flight: Counter[str] = field(default_factory=Counter)
@@ -231,6 +262,7 @@ class Session:
     gpu: bool = False  # its tensors are on the device that this broker serves
     lazy: bool = False  # loads at the first take
     replicas: dict[int, Replica] = field(default_factory=dict)  # by hold, of its grants
+    mover: Mover | None = None  # it serves its namespace as a tier
     requests: dict[int, Request] = field(default_factory=dict)  # by seq
     tickets: dict[int, Ticket] = field(default_factory=dict)  # by seq
     answers: OrderedDict[int, Reply] = field(default_factory=OrderedDict)

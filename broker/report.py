@@ -13,14 +13,15 @@ from mmbroker.proto.tags import session_tag
 from .arena.allocator import shares
 from .health import health
 from .pool import Segment
-from .records import Engine, Feature, Request, Session
+from .records import Engine, Feature, Mover, Request, Session
+from .seeking import COUNTS
 
 if TYPE_CHECKING:
     from .state import Broker
 
 
 #: What lists things by namespace, and what sums them up.
-_BY_NAMESPACE = ("arenas", "namespaces", "sessions", "ghosts", "engines", "waiting", "largest")
+_BY_NAMESPACE = ("arenas", "namespaces", "sessions", "ghosts", "engines", "tiers", "waiting", "largest")
 
 
 def within(report: dict[str, Any], namespace: str) -> dict[str, Any]:
@@ -58,6 +59,7 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
         "sessions": [_session(s, session_tag(books.boot, s.number), now) for s in living],
         "ghosts": [_session(s, session_tag(books.boot, s.number), now) for s in ghosts],
         "engines": [_engine(broker, engine, now) for engine in books.engines.values()],
+        "tiers": [_tier(mover) for mover in broker.seeking.movers.values()],
         "waiting": [_request(broker, r, now) for r in _waiting(broker)],
         "waiting_for": dict(Counter(request.reason.value for request in _all_waiting(broker).values())),
         "waiting_count": len(broker.admission.queue)
@@ -183,11 +185,26 @@ def _engine(broker: Broker, engine: Engine, now: float) -> dict[str, Any]:
         "in_flight_device": engine.in_flight["device"],
         "features": engine.features,
         "features_limit": broker.limits.features_per_engine,
-        "budget": broker.books.budget(),
+        "budget": broker.books.budget("host", engine),
         "granted": {"features": engine.granted["features"], "bytes": engine.granted["bytes"]},
         "reused": [{"engine": name, **counts} for name, counts in engine.reused.items()],
         "shares": _shares(broker, engine),
         "ranks": ranks,
+    }
+
+
+def _tier(mover: Mover) -> dict[str, Any]:
+    """`sought` is what it is asked for at present; what came of it is counted since it began."""
+    return {
+        "namespace": mover.session.namespace,
+        "name": mover.session.name,
+        "pid": mover.session.pid,
+        "open": mover.open,
+        "wait": mover.wait,
+        "most": mover.most,
+        "reuse": mover.reuse,
+        "sought": len(mover.sought),
+        "counts": {what: mover.counts[what] for what in COUNTS},
     }
 
 

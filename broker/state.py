@@ -53,6 +53,7 @@ class Broker:
         self.holds = Holds(self.books, self.rooms.get("device"))
         self.admission = Admission(self.books, self.holds, self.rooms)
         self.leases = self.admission.leases
+        self.seeking = self.admission.seeking
         self.tallies = Tallies()
         self.halting = False
         self._halted = False
@@ -62,6 +63,7 @@ class Broker:
             m.Promise: self._promise,
             m.Seal: self._seal,
             m.Attach: self._attach,
+            m.Tier: self._tier,
             m.Detach: self._detach,
             m.Released: self._released,
             m.Status: self._status,
@@ -162,6 +164,7 @@ class Broker:
     def _call(self, session: Session, event: Called, now: float) -> None:
         seq, body = event.seq, event.body
         self.books.counters[type(body).__name__.lower() + "_calls"] += 1
+        self.seeking.heard(session)
         casts = isinstance(body, CASTS)
         if seq == 0:
             if casts:
@@ -225,6 +228,10 @@ class Broker:
         )
 
     def _promise(self, session: Session, seq: int, call: m.Promise, now: float, deadline: float) -> None:
+        if session.mover is not None:
+            text = "a tier promises what is sought of it, and nothing else: look up, or create"
+            self.books.respond(session, seq, m.Failed("InvalidMessage", text))
+            return
         self._lookup(session, seq, call, now, deadline, promise=True)
 
     def _seal(self, session: Session, seq: int, call: m.Seal, now: float, deadline: float) -> None:
@@ -239,7 +246,7 @@ class Broker:
         if name is None:
             return None, None
         engine = self.books.engines.get((session.namespace, name))
-        if engine is not None and engine.complete:
+        if engine is not None and engine.complete and (not engine.mover or session.engine is engine):
             return engine, None
         return None, self.books.no_such_engine(session.namespace, name)
 
@@ -251,7 +258,9 @@ class Broker:
         place = (session.namespace, call.engine)
         engine = self.books.engines.get(place)
         if engine is None:
-            engine = self.books.engines[place] = Engine(call.engine, session.namespace, call.world)
+            engine = self.books.engines[place] = Engine(
+                call.engine, session.namespace, call.world, session.mover is not None
+            )
         engine.ranks[call.rank] = session.number
         session.engine, session.engine_name, session.rank = engine, engine.name, call.rank
         session.device, session.access, session.lazy = call.device, call.access, call.lazy
@@ -292,6 +301,8 @@ class Broker:
         engine = self.books.engines.get((session.namespace, call.engine))
         if engine is None:
             return ""
+        if engine.mover or session.mover is not None:
+            return f"engine {call.engine!r} is attached, and a tier reads alone: give each engine a name of its own"
         if engine.world != call.world:
             return f"engine {call.engine!r} is attached with a world of {engine.world}, not {call.world}"
         other = engine.ranks.get(call.rank)
@@ -302,6 +313,10 @@ class Broker:
                 "give each engine a name of its own"
             )
         return ""
+
+    def _tier(self, session: Session, seq: int, call: m.Tier, now: float, deadline: float) -> None:
+        refusal = self.seeking.say(session, call)
+        self.books.respond(session, seq, m.Failed("InvalidMessage", refusal) if refusal else m.Done())
 
     def _detach(self, session: Session, seq: int, call: m.Detach, now: float, deadline: float) -> None:
         self._leave_engine(session)
@@ -372,6 +387,7 @@ class Broker:
         if session is None or session.ended:
             return
         self.admission.forget_session(session)
+        self.seeking.end(session)
         self.holds.orphan(session, now)
         self.leases.break_all(session, now)
         self._leave_engine(session)

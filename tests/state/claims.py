@@ -31,6 +31,7 @@ class Client:
     answered: dict[int, m.Reply] = field(default_factory=dict)
     engine: str | None = None
     rank: int = 0
+    tier: m.Tier | None = None  # what it said last
     kept: set[int] = field(default_factory=set)  # holds of lost sessions that it wants to be told of
 
     @property
@@ -73,6 +74,7 @@ class Word:
     namespace: str
     key: Key
     state: str = "open"  # open, perhaps (it may have been kept by a call that failed later), over
+    due: float = math.inf  # of what is sought: when it is over in any case
 
 
 @dataclass(eq=False)
@@ -363,6 +365,10 @@ class Claims:
         """May others wait for this client while it waits for them?"""
         writes = any(c.writer == session and c.state == "open" for c in self.leases.values())
         return writes or any(w.state != "over" and w.session == session for w in self.promises.values())
+
+    def _moves(self, session: int) -> bool:
+        """Is it a tier? Others wait for it for a moment only, and write beside it."""
+        return self.clients[session].tier is not None
 
     def _promised(self, namespace: str, key: Key, *states: str) -> bool:
         """Is there a promise on this key in one of these states (without any: one that is not over)?"""

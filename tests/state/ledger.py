@@ -44,6 +44,9 @@ class Ledger(Claims):
             case e.SegmentFailed(segment, _):
                 del self.segments[segment]
         repeated = self._event(event)
+        for word in self.promises.values():
+            if word.due <= now:
+                word.state = "over"
         for number, hold in self.holds.items():
             # A dead producer's hold ends after a while, or with the last rank that could take it.
             alone = hold.orphaned < math.inf and not self._readers(number, hold)
@@ -100,10 +103,42 @@ class Ledger(Claims):
             case m.Dismissed(holds):
                 for number in holds:
                     self._dismissed(session, client, number)
+            case m.Sought(wanted):
+                for one in wanted:
+                    self._sought(session, client, one)
+            case m.Fresh(features):
+                assert client.tier is not None and client.tier.open, (
+                    "told to somebody who is no tier, or is closed"
+                )
+                for worth in features:
+                    self._fresh(client, worth)
             case m.Retired(segments):
                 for number in segments:
                     assert {(number, True), (number, False)} & client.segments
                     assert number not in self.segments
+
+    def _sought(self, session: int, client: Client, one: m.Wanted) -> None:
+        """Nobody here has it, makes it or is asked for it, and somebody waits for it."""
+        namespace = client.opened.namespace
+        assert client.tier is not None and client.tier.open, "sought of somebody who is no tier, or is closed"
+        assert one.key.kind is Kind.DERIVED and one.promise not in self.promises | self.leases
+        assert not self._promised(namespace, one.key, "open"), "sought though somebody has promised it"
+        assert not [c for c in self._writers(namespace, one.key) if not self._moves(c.writer)], (
+            "somebody writes it"
+        )
+        self.promises[one.promise] = Word(session, namespace, one.key, due=self.now + client.tier.wait)
+        mine = [w for w in self.promises.values() if w.session == session and w.state == "open"]
+        assert len(mine) <= client.tier.most
+
+    def _fresh(self, client: Client, worth: m.Worth) -> None:
+        assert worth.key.kind is Kind.DERIVED and worth.hits in (0, client.tier.reuse)  # type: ignore[union-attr]
+        of = [
+            c for c in self.claims.values()
+            if (c.namespace, c.key) == (client.opened.namespace, worth.key) and c.state in ("sealed", "sealing")
+        ]  # fmt: skip
+        assert any(c.form.nbytes == worth.nbytes and not self._moves(c.writer) for c in of), (
+            "told of what it brought"
+        )
 
     def _dismissed(self, session: int, client: Client, number: int) -> None:
         if number in client.kept:  # said to be an entry of a lost session
@@ -171,6 +206,8 @@ class Ledger(Claims):
             return
         assert isinstance(body, ANSWERS.get(type(call), m.Done)), f"{body} answers {call}"
         match call, body:
+            case m.Tier(), _:
+                client.tier = call
             case m.Attach(engine, rank), m.Attached():
                 client.engine, client.rank = engine, rank
             case m.Seal(leases, to), m.Sealed(refs):
@@ -219,7 +256,8 @@ class Ledger(Claims):
                 assert result.promise not in self.promises and result.promise not in self.leases
                 assert not self._promised(namespace, key, "open"), "promised twice"
                 if call.to is None:  # else it may have changed until the hits were acknowledged
-                    assert not self._writers(namespace, key), "promised though somebody writes it"
+                    writers = [c for c in self._writers(namespace, key) if not self._moves(c.writer)]
+                    assert not writers, "promised though somebody writes it"
                 due.add(key)
                 self.promises[result.promise] = Word(session, namespace, key)
             elif isinstance(result, m.Hit):
@@ -246,7 +284,7 @@ class Ledger(Claims):
             if isinstance(result, m.Leased):
                 assert item.key not in fresh, "two leases for equal keys in one batch"
                 fresh.add(item.key)
-                writers = self._writers(namespace, item.key)
+                writers = [c for c in self._writers(namespace, item.key) if not self._moves(c.writer)]
                 patient = self.now - waiting.since < self.limits.single_flight
                 lasting = item.key.kind is Kind.DERIVED and not self._writes(session)
                 others = writers or self._promised(namespace, item.key, "open")

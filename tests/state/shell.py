@@ -51,6 +51,8 @@ class Peer:
         self.dismissed: dict[int, m.Grant] = {}  # not settled yet
         self.told: set[int] = set()  # holds it was ever dismissed from
         self.retired: list[int] = []
+        self.sought: dict[Key, int] = {}  # what it is asked for as a tier: the last promise of each key
+        self.fresh: list[m.Worth] = []  # what it was told of
         self.offered: dict[int, m.DevicePlace] = {}  # the last place on the device that it was offered
         self.ended = False
 
@@ -175,6 +177,10 @@ class Peer:
                     self.shell.soon(self.settle)
             case m.Offered(offers):
                 self.offered.update((offer.hold, offer.place) for offer in offers)
+            case m.Sought(wanted):
+                self.sought.update((one.key, one.promise) for one in wanted)
+            case m.Fresh(features):
+                self.fresh += features
             case m.Retired(segments):
                 self.retired += segments
 

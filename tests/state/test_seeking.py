@@ -1,0 +1,493 @@
+"""The tier: what nobody here has is sought beyond this machine for a moment, and what is made here is told there."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from mmbroker import events as e
+from mmbroker.proto import messages as m
+from mmbroker.proto.keys import Key, Kind
+from mmbroker.proto.reference import Reference
+from mmbroker.seeking import TOLD
+
+from .shell import PAGE, Peer, Shell, form, key
+from .test_promises import due, keep, promised
+from .world import failed
+
+PICTURE, OTHER, THIRD = (key(name, Kind.DERIVED) for name in ("picture", "other", "third"))
+WAIT = 0.02
+
+
+def tier(shell: Shell, open: bool = True, namespace: str = "a", **figures: Any) -> Peer:
+    """A mover that answers nothing by itself."""
+    mover = shell.client("mover", namespace)
+    assert mover.ask(m.Tier(open, **{"wait": WAIT, **figures})) == m.Done()
+    return mover
+
+
+def fetched(mover: Peer, of: Key = PICTURE, pages: float = 1) -> None:
+    """The mover keeps what it is asked for."""
+    (leased,) = mover.lease(m.Item(of, form(pages), mover.sought.pop(of)))
+    assert isinstance(mover.answers[mover.seal([leased])], m.Sealed)
+
+
+def absent(mover: Peer, *keys: Key) -> None:
+    mover.cast(m.Abort([mover.sought.pop(of) for of in keys]))
+
+
+def ask(peer: Peer, verb: str, *keys: Key, timeout: float = 5.0, to: str | None = None) -> int:
+    return peer.call({"lookup": m.Lookup, "promise": m.Promise}[verb](list(keys), to), timeout)
+
+
+def answers(peer: Peer, seq: int) -> list[str]:
+    """What came of each key: the answers' names, and for a lookup ``Hit`` or ``Miss``."""
+    answer = peer.answers[seq]
+    if isinstance(answer, m.Found):
+        return ["Miss" if ref is None else "Hit" for ref in answer.refs]
+    return [type(result).__name__ for result in promised(peer, seq)]
+
+
+def counts(shell: Shell) -> dict[str, int]:
+    (told,) = shell.report()["tiers"]
+    return {what: count for what, count in told["counts"].items() if count}
+
+
+verbs = pytest.mark.parametrize("verb", ["lookup", "promise"])
+MISS = {"lookup": "Miss", "promise": "Due"}
+
+
+@verbs
+def test_what_nobody_has_is_fetched_once_for_all_who_ask(verb: str) -> None:
+    shell = Shell()
+    shell.engine("engine")
+    mover, *askers = tier(shell), *(shell.client() for _ in range(3))
+    seqs = [ask(asker, verb, PICTURE, to="engine") for asker in askers]
+    assert len(mover.sought) == 1 and not any(q in p.answers for p, q in zip(askers, seqs, strict=True))
+    fetched(mover)
+    assert [answers(*asked) for asked in zip(askers, seqs, strict=True)] == [["Hit"]] * 3
+    assert counts(shell) == {"sought": 1, "found": 1}
+    counters = shell.counters()
+    assert (counters["hits"], counters["misses"]) == (3, 0) and "promises" not in counters
+
+
+@verbs
+def test_what_is_not_there_either_is_a_miss_at_once(verb: str) -> None:
+    shell = Shell()
+    mover, asker, other = tier(shell), shell.client(), shell.client()
+    seq, second = ask(asker, verb, PICTURE), ask(other, verb, PICTURE)
+    absent(mover, PICTURE)
+    assert answers(asker, seq) == [MISS[verb]] and not mover.sought, "it is sought once"
+    assert (second in other.answers) == (verb == "lookup"), "whoever is second waits for the first's promise"
+    assert counts(shell) == {"sought": 1, "absent": 1}
+    assert shell.report()["promises"] == (verb == "promise")
+
+
+@verbs
+@pytest.mark.parametrize("step", ["sought", "leased"])
+def test_nobody_waits_longer_than_that(verb: str, step: str) -> None:
+    shell = Shell()
+    mover, asker = tier(shell), shell.client()
+    start = shell.now
+    seq = ask(asker, verb, PICTURE)
+    promise = mover.sought[PICTURE]
+    leases = mover.lease(m.Item(PICTURE, form(1), promise)) if step == "leased" else []
+    shell.advance(WAIT / 2)
+    other = shell.client()
+    second = ask(other, verb, PICTURE)
+    shell.advance(WAIT / 4)
+    assert seq not in asker.answers and second not in other.answers
+    shell.advance(start + WAIT - shell.now)
+    assert answers(asker, seq) == [MISS[verb]]
+    assert counts(shell) == {"sought": 1, "late": 1}
+    if verb == "lookup":
+        assert answers(other, second) == ["Miss"], "it has not waited as long, and waits no longer either"
+    elif step == "sought":
+        mover.failure(m.Create([m.Item(PICTURE, form(1), promise)]), "LeaseClosed")
+    if leases:
+        mover.seal(leases)
+        assert isinstance(asker.ask(m.Lookup([PICTURE])).refs[0], Reference), "late is better than never"
+    assert counts(shell) == {"sought": 1, "late": 1}
+
+
+@verbs
+def test_the_one_who_is_late_harms_nobody(verb: str) -> None:
+    """A second maker beside it; whoever seals first has made the feature, and the other is told where it is."""
+    shell = Shell()
+    mover, maker, asker = tier(shell), shell.client(), shell.client()
+    ask(asker, verb, PICTURE)
+    leases = mover.lease(m.Item(PICTURE, form(1), mover.sought.pop(PICTURE)))
+    shell.advance(WAIT)
+    (promise,) = due(maker, PICTURE) if verb == "lookup" else [promised(asker, 1)[0].promise]  # type: ignore[union-attr]
+    seq = ask(shell.client(), "promise", PICTURE)
+    assert not mover.sought, "it is being fetched already, and nobody waits for that"
+    mover.seal(leases)
+    assert answers(shell.peers[max(shell.peers)], seq) == ["Hit"]
+    made_by = maker if verb == "lookup" else asker
+    (result,) = made_by.ask(m.Create([m.Item(PICTURE, form(1), promise)])).results
+    assert isinstance(result, m.Hit)
+    assert shell.report()["promises"] == shell.report()["leases"] == 0
+
+
+@pytest.mark.parametrize("step", ["sought", "leased", "late"])
+@pytest.mark.parametrize("alive", [False, True], ids=["process over", "session over"])
+@verbs
+def test_the_movers_death_ends_what_it_was_asked_for(verb: str, alive: bool, step: str) -> None:
+    shell = Shell()
+    mover, asker = tier(shell), shell.client()
+    seq = ask(asker, verb, PICTURE, OTHER)
+    if step != "sought":
+        mover.lease(m.Item(PICTURE, form(1), mover.sought[PICTURE]))
+    if step == "late":
+        shell.advance(WAIT)
+    mover.end(alive)
+    assert answers(asker, seq) == [MISS[verb]] * 2
+    report = shell.report()
+    assert report["leases"] == 0 and not report["tiers"]
+    assert report["promises"] == 2 * (verb == "promise")
+    assert (report["quarantined"] == PAGE) == (alive and step != "sought")
+    if alive:
+        mover.gone()
+    shell.advance(30.0)
+    report = shell.report()
+    assert report["quarantined"] == report["timers"] == 0
+    assert answers(asker, ask(asker, "lookup", THIRD)) == ["Miss"], "there is no tier any more"
+    again = tier(shell)
+    ask(asker, "lookup", THIRD)
+    assert again.sought, "another one takes its place"
+
+
+def test_only_derived_keys_are_sought_and_only_by_lookups_and_promises() -> None:
+    shell = Shell()
+    mover, asker, other = tier(shell), shell.client(), shell.client(namespace="b")
+    for kind in (Kind.CONTENT, Kind.CALLER):
+        assert answers(asker, ask(asker, "lookup", key("picture", kind))) == ["Miss"]
+        assert answers(asker, ask(asker, "promise", key("picture", kind))) == ["Due"]
+    (leased,) = asker.lease(m.Item(PICTURE, form(1)))
+    due(asker, key("mine"))
+    assert answers(other, ask(other, "lookup", OTHER)) == ["Miss"], "another namespace's"
+    assert answers(mover, ask(mover, "lookup", OTHER)) == ["Miss"], "its own"
+    assert answers(asker, ask(asker, "lookup", PICTURE)) == ["Miss"], "it is being made"
+    assert not mover.sought and not counts(shell)
+    asker.abort(leased)
+    mover.failure(m.Promise([OTHER]), "InvalidMessage")
+
+
+def test_creates_wait_for_what_is_sought_and_no_longer() -> None:
+    shell = Shell()
+    mover, asker, writer = tier(shell), shell.client(), shell.client()
+    ask(asker, "lookup", PICTURE, OTHER)
+    seqs = [writer.create(m.Item(of, form(1))) for of in (PICTURE, OTHER)]
+    fetched(mover, PICTURE)
+    assert isinstance(writer.answers[seqs[0]].results[0], m.Hit)  # type: ignore[union-attr]
+    assert seqs[1] not in writer.answers
+    shell.advance(WAIT)
+    assert isinstance(writer.answers[seqs[1]].results[0], m.Leased)  # type: ignore[union-attr]
+
+
+@verbs
+@pytest.mark.parametrize("closed", ["from the start", "later"])
+def test_a_closed_tier_is_none(verb: str, closed: str) -> None:
+    shell = Shell()
+    mover, asker = tier(shell, open=closed == "later"), shell.client()
+    mover.ask(m.Tier(False))
+    assert answers(asker, ask(asker, verb, PICTURE)) == [MISS[verb]]
+    maker = shell.client()
+    maker.put(m.Item(OTHER, form(1)))
+    assert not mover.sought and not mover.fresh and not counts(shell)
+    mover.ask(m.Tier(True))
+    ask(asker, verb, THIRD)
+    assert THIRD in mover.sought
+
+
+@verbs
+def test_who_has_no_time_for_the_tier_does_not_ask_it(verb: str) -> None:
+    shell = Shell()
+    mover, asker, other = tier(shell), shell.client(), shell.client()
+    for timeout in (0.0, WAIT / 2, WAIT):
+        assert answers(asker, ask(asker, "lookup", PICTURE, timeout=timeout)) == ["Miss"]
+    assert answers(asker, ask(asker, "promise", OTHER, timeout=WAIT)) == ["Due"]
+    assert not mover.sought
+    seq = ask(other, verb, PICTURE, timeout=2 * WAIT)
+    assert PICTURE in mover.sought
+    assert answers(asker, ask(asker, "lookup", PICTURE, timeout=WAIT)) == ["Miss"], (
+        "not behind others, either"
+    )
+    shell.advance(WAIT)
+    assert answers(other, seq) == [MISS[verb]]
+
+
+@verbs
+def test_no_more_are_sought_at_once_than_it_can_do(verb: str) -> None:
+    shell = Shell()
+    mover, *askers = tier(shell, most=2), *(shell.client() for _ in range(3))
+    seqs = [ask(*one) for one in zip(askers, [verb] * 3, (PICTURE, OTHER, THIRD), strict=True)]
+    assert list(mover.sought) == [PICTURE, OTHER]
+    assert answers(askers[2], seqs[2]) == [MISS[verb]]
+    assert counts(shell) == {"sought": 2, "busy": 1}
+    mover.lease(m.Item(PICTURE, form(1), mover.sought[PICTURE]))
+    shell.advance(WAIT)
+    mover.cast(m.Tally({"tier_gets": 1}))
+    fourth, fifth = key(4, Kind.DERIVED), key(5, Kind.DERIVED)
+    ask(askers[0], "lookup", fourth)
+    seq = ask(askers[0], "lookup", fifth)
+    assert fourth in mover.sought and fifth not in mover.sought, "what is late is still being done"
+    assert answers(askers[0], seq) == ["Miss"]
+
+
+def test_one_that_says_nothing_is_not_asked_for_ever() -> None:
+    """A mover that is stopped costs `most` waits, and not one for each miss."""
+    shell = Shell()
+    mover, asker = tier(shell, most=3), shell.client()
+    for name in range(3):
+        seq = ask(asker, "lookup", key(name, Kind.DERIVED))
+        assert seq not in asker.answers
+        shell.advance(WAIT)
+    mover.sought.clear()
+    assert answers(asker, ask(asker, "lookup", PICTURE)) == ["Miss"] and not mover.sought
+    assert counts(shell) == {"sought": 3, "late": 3, "busy": 1}
+    mover.cast(m.Tally({"tier_gets": 3}))
+    assert ask(asker, "lookup", PICTURE) not in asker.answers and PICTURE in mover.sought
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"features_per_session": 2}, {"client_budget_features": 2}, {"features_per_namespace": 2}],
+    ids=lambda limits: next(iter(limits)),
+)
+def test_what_is_sought_is_within_the_movers_limits(limits: dict[str, int]) -> None:
+    shell = Shell(**limits)
+    mover, asker, other = tier(shell), shell.client(), shell.client()
+    seqs = [ask(asker, "lookup", PICTURE), ask(other, "lookup", OTHER), ask(asker, "lookup", THIRD)]
+    assert list(mover.sought) == [PICTURE, OTHER] and answers(asker, seqs[2]) == ["Miss"]
+    assert counts(shell) == {"sought": 2, "busy": 1}
+
+
+def test_a_batch_waits_for_all_that_is_sought_and_goes_on_with_the_first_that_is_not_there() -> None:
+    shell = Shell()
+    mover, asker = tier(shell), shell.client()
+    here = key("here", Kind.DERIVED)
+    asker.drop(*asker.put(m.Item(here, form(1))))
+    seq = ask(asker, "promise", here, PICTURE, OTHER, PICTURE)
+    assert list(mover.sought) == [PICTURE, OTHER] and shell.report()["holds"] == 0, "who waits holds nothing"
+    absent(mover, PICTURE)
+    assert answers(asker, seq) == ["Hit", "Due", "Pending", "Pending"], (
+        "it makes one while the other is fetched"
+    )
+    fetched(mover, OTHER)
+    assert answers(asker, ask(asker, "lookup", OTHER)) == ["Hit"]
+    seq = ask(asker, "promise", here, THIRD)
+    fetched(mover, THIRD)
+    assert answers(asker, seq) == ["Hit", "Hit"]
+
+
+def test_what_others_gave_up_is_not_sought_by_those_who_waited() -> None:
+    """They have waited long enough; whoever made it had sought it."""
+    shell = Shell()
+    mover, maker, asker = tier(shell), shell.client(), shell.client()
+    ask(maker, "promise", PICTURE)
+    absent(mover, PICTURE)
+    (result,) = promised(maker, 1)
+    assert isinstance(result, m.Due)
+    seq = ask(asker, "promise", PICTURE)
+    shell.advance(1.0)
+    maker.cast(m.Abort([result.promise]))
+    assert answers(asker, seq) == ["Due"] and not mover.sought
+
+
+def test_the_askers_end_leaves_the_mover_at_it() -> None:
+    shell = Shell()
+    mover, asker = tier(shell), shell.client()
+    ask(asker, "promise", PICTURE)
+    asker.end()
+    fetched(mover)
+    assert answers(*(lambda peer: (peer, ask(peer, "lookup", PICTURE)))(shell.client())) == ["Hit"]
+
+
+def test_what_it_finds_too_large_or_has_no_room_for_is_given_back() -> None:
+    shell = Shell(pages=4, segment=4)
+    mover, asker, other = tier(shell), shell.client(), shell.client()
+    other.put(m.Item(OTHER, form(4)))
+    seq = ask(asker, "promise", PICTURE)
+    waiting = mover.create(m.Item(PICTURE, form(1), mover.sought[PICTURE]))
+    shell.advance(WAIT)
+    assert answers(asker, seq) == ["Due"]
+    failed(mover, waiting, "LeaseClosed")
+    assert counts(shell) == {"sought": 1, "late": 1, "fresh": 1}
+
+
+# --- who is the tier ------------------------------------------------------------------------------------------------
+
+
+def test_there_is_one_in_a_namespace() -> None:
+    shell = Shell()
+    first = tier(shell, open=False)
+    text = shell.client("second").failure(m.Tier(True), "InvalidMessage").message
+    assert "mover-1" in text and "'a'" in text
+    tier(shell, namespace="b")
+    first.ask(m.Tier(True, 0.5, 7, 3))
+    told = {t["namespace"]: t for t in shell.report()["tiers"]}
+    assert {what: told["a"][what] for what in ("open", "wait", "most", "reuse", "sought")} == {
+        "open": True, "wait": 0.5, "most": 7, "reuse": 3, "sought": 0,
+    }  # fmt: skip
+    first.end()
+    tier(shell)
+
+
+@pytest.mark.parametrize(
+    ("figures", "named"),
+    [
+        ({"wait": 0.0}, "wait"),
+        ({"wait": -1.0}, "wait"),
+        ({"wait": math.nan}, "wait"),
+        ({"wait": math.inf}, "wait"),
+        ({"wait": 11.0}, "10"),
+        ({"most": 0}, "most"),
+        ({"reuse": 0}, "reuse"),
+    ],
+)
+def test_figures_that_make_no_sense_are_refused(figures: dict[str, Any], named: str) -> None:
+    shell = Shell()
+    assert named in shell.client().failure(m.Tier(True, **figures), "InvalidMessage").message
+    mover = tier(shell)
+    mover.failure(m.Tier(True, **figures), "InvalidMessage")
+    assert shell.report()["tiers"][0]["wait"] == WAIT, "what it said before stands"
+
+
+@pytest.mark.parametrize("work", ["promise", "lease", "rank", "waits"])
+def test_who_is_at_work_is_no_tier(work: str) -> None:
+    shell = Shell()
+    peer, other = shell.client(), shell.client()
+    match work:
+        case "promise":
+            due(peer, PICTURE)
+        case "lease":
+            peer.lease(m.Item(PICTURE, form(1)))
+        case "rank":
+            peer.attach("engine")
+        case "waits":
+            due(other, PICTURE)
+            ask(peer, "promise", PICTURE)
+    peer.failure(m.Tier(True), "InvalidMessage")
+    assert not shell.report()["tiers"]
+
+
+# --- reading and storing --------------------------------------------------------------------------------------------
+
+
+def test_it_reads_as_a_rank_and_takes_nothing_from_the_engines() -> None:
+    shell = Shell(pages=32)
+    shell.engine("engine")
+    mover, maker = tier(shell), shell.client()
+    before = shell.broker.books.budget()
+    mover.attach("tier")
+    assert shell.broker.books.budget() == before == 32 * PAGE
+    engines = {one["engine"]: one["budget"] for one in shell.report()["engines"]}
+    assert engines == {"engine": 32 * PAGE, "tier": 2 * PAGE}
+    text = maker.failure(m.Lookup([PICTURE], "tier"), "NoSuchEngine").message
+    assert "attached engines: engine;" in text, "nobody sends to it"
+    maker.failure(m.Create([m.Item(PICTURE, form(1))], "tier"), "NoSuchEngine")
+    maker.drop(*maker.put(m.Item(PICTURE, form(2)), m.Item(OTHER, form(1))))
+    seq = ask(mover, "lookup", PICTURE, to="tier")
+    mover.ack()
+    (ref,) = mover.answers[seq].refs  # type: ignore[union-attr]
+    assert isinstance(ref, Reference) and shell.report()["holds"] == 1
+    second = ask(mover, "lookup", OTHER, to="tier")
+    assert second not in mover.answers, "its budget is a sixteenth of the arena"
+    mover.drop(ref)
+    mover.settle()
+    mover.ack()
+    assert second in mover.answers
+    counters = shell.counters()
+    assert "hits" not in counters and counters["misses"] == 2, "its own lookups are no use of a feature"
+    assert {f["hits"] for f in maker.status()["largest"]} == {0}
+
+
+def test_its_rank_is_its_own() -> None:
+    shell = Shell()
+    shell.engine("engine")
+    mover, other = tier(shell), shell.client()
+    mover.failure(m.Attach("engine", 0, 2), "InvalidMessage")
+    mover.attach("tier", 0, 2)
+    other.failure(m.Attach("tier", 1, 2), "InvalidMessage")
+
+
+def test_one_that_owes_an_acknowledgement_is_no_standstill() -> None:
+    shell = Shell()
+    mover, maker = tier(shell), shell.client()
+    mover.attach("tier")
+    maker.put(m.Item(PICTURE, form(1)))
+    ask(mover, "lookup", PICTURE, to="tier", timeout=600.0)
+    shell.advance(60.0)
+    assert shell.report()["health"]["ok"]
+
+
+def test_it_is_told_of_what_is_made_here_and_of_its_use() -> None:
+    shell = Shell()
+    mover, maker = tier(shell, reuse=2), shell.client()
+    (leased, plain) = maker.lease(m.Item(PICTURE, form(2)), m.Item(key("content"), form(1)))
+    refs = maker.ask(m.Seal([m.Sealing(leased.lease, cost=68_000), m.Sealing(plain.lease)])).refs
+    assert mover.fresh == [m.Worth(PICTURE, 2 * PAGE, 68_000, 0)]
+    maker.drop(*refs)
+    for _ in range(4):
+        maker.ask(m.Lookup([PICTURE, key("content")]))
+        mover.ask(m.Lookup([PICTURE]))
+    assert mover.fresh[1:] == [m.Worth(PICTURE, 2 * PAGE, 68_000, 2)]
+    assert counts(shell) == {"fresh": 2}
+    other = shell.client(namespace="b")
+    other.put(m.Item(OTHER, form(1)))
+    assert len(mover.fresh) == 2, "another namespace's"
+
+
+def test_it_is_not_told_of_what_it_brought() -> None:
+    shell = Shell()
+    mover, asker = tier(shell), shell.client()
+    seq = ask(asker, "promise", PICTURE)
+    fetched(mover)
+    assert answers(asker, seq) == ["Hit"]
+    for _ in range(3):
+        asker.ask(m.Lookup([PICTURE]))
+    assert not mover.fresh
+
+
+def test_whoever_is_second_to_seal_has_made_nothing() -> None:
+    shell = Shell()
+    mover, maker = tier(shell), shell.client()
+    ask(maker, "promise", PICTURE)
+    leases = mover.lease(m.Item(PICTURE, form(1), mover.sought[PICTURE]))
+    shell.advance(WAIT)
+    (result,) = promised(maker, 1)
+    assert isinstance(result, m.Due)
+    keep(maker, result.promise, PICTURE)
+    mover.seal(leases)
+    maker.ask(m.Lookup([PICTURE]))
+    assert [worth.hits for worth in mover.fresh] == [0, 1], "it was made here"
+
+
+def test_what_it_is_told_is_bounded() -> None:
+    shell = Shell(items_per_call=TOLD + 10, features_per_session=3 * TOLD, cached_features=3 * TOLD)
+    shell.checks = False
+    mover, maker = tier(shell), shell.client()
+    keys = [key(name, Kind.DERIVED) for name in range(TOLD + 5)]
+    maker.put(*(m.Item(of, form(0)) for of in keys))
+    assert len(mover.fresh) == TOLD and counts(shell) == {"fresh": TOLD, "fresh_dropped": 5}
+    maker.ask(m.Lookup(keys[:1]))
+    assert len(mover.fresh) == TOLD
+    mover.cast(m.Tally({}))
+    maker.ask(m.Lookup(keys[1:2]))
+    assert len(mover.fresh) == TOLD + 1, "it has said something"
+
+
+def test_what_one_event_tells_fits_messages() -> None:
+    shell = Shell(items_per_call=TOLD + 10, features_per_session=3 * TOLD, cached_features=3 * TOLD)
+    shell.checks = False
+    tier(shell, most=TOLD)
+    asker, notices = shell.client(), []
+    keys = [key(name, Kind.DERIVED) for name in range(TOLD)]
+    effects = shell.handle(e.Called(asker.number, 1, 5.0, m.Lookup(keys)))
+    notices = [x.notice for x in effects if isinstance(x, e.Notify)]
+    assert all(isinstance(n, m.Sought) for n in notices)
+    assert [one.key for n in notices for one in n.wanted] == keys  # type: ignore[union-attr]
+    assert max(len(m.encode(n)) for n in notices) < m.MAX_MESSAGE // 2
