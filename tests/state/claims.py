@@ -108,6 +108,7 @@ class Claims:
         self.holds: dict[int, HoldView] = {}
         self.waiting: dict[tuple[int, int], Waiting] = {}
         self.calls = 0
+        self.longest = 0.0  # that anybody may wait for a tier
         self.now = 0.0
 
     def _event(self, event: e.Event) -> m.Reply | None:

@@ -208,6 +208,7 @@ class Ledger(Claims):
         match call, body:
             case m.Tier(), _:
                 client.tier = call
+                self.longest = max(self.longest, call.wait)
             case m.Attach(engine, rank), m.Attached():
                 client.engine, client.rank = engine, rank
             case m.Seal(leases, to), m.Sealed(refs):
@@ -335,6 +336,11 @@ class Ledger(Claims):
     def _after(self) -> None:
         for (session, seq), waiting in self.waiting.items():
             assert waiting.deadline > self.now, f"call {seq} of session {session} has passed its deadline"
+            alone = isinstance(waiting.body, m.Lookup) and waiting.body.to is None
+            if alone and not (self.limits.client_budget_features or self.limits.client_budget_bytes):
+                assert self.now < waiting.since + self.longest, (
+                    "a lookup waits for what is not sought any more"
+                )
         for number, hold in self.holds.items():
             if hold.over:
                 told = {

@@ -39,6 +39,7 @@ TIMEOUTS = st.sampled_from([0.0, 0.1, 1.0, 1.0, 5.0])
 #: Errors of a seal whose leases were sealed all the same.
 SEALED_ANYWAY = ("EngineLagging", "FeatureError")
 COSTS = [None, 0, 1000, None, 1 << 40]
+WAITS = st.sampled_from([0.02, 0.02, 0.3, 1.0])
 SECONDS = st.sampled_from([0.01, 0.1, 0.25, 0.5, 2.0, 5.0])
 
 
@@ -69,6 +70,11 @@ MOVES = {
     "segment": 2,
     "rank_comes": 3,
     "producer_comes": 2,
+    "tier_comes": 2,
+    "tier_says": 1,
+    "fetch": 6,
+    "absent": 3,
+    "tier_ends": 1,
     "nonsense": 1,
     "repeat": 1,
     "status": 1,
@@ -104,6 +110,7 @@ class Life(RuleBasedStateMachine):
         )
         self.producers = [self.shell.client() for _ in range(2)]
         self.ranks: list[Peer] = []
+        self.movers: list[Peer] = []
         self.ghosts: list[Peer] = []
         self.leases: dict[int, Peer] = {}
         self.promises: dict[int, Peer] = {}
@@ -162,7 +169,7 @@ class Life(RuleBasedStateMachine):
 
     def collect(self) -> None:
         """What the answers since the last time gave to producers."""
-        for peer in [*self.producers, *self.ranks]:
+        for peer in {p.number: p for p in [*self.producers, *self.ranks, *self.movers]}.values():
             for seq, answer in list(peer.answers.items()):
                 if (peer.number, seq) in self.collected:
                     continue
@@ -258,6 +265,57 @@ class Life(RuleBasedStateMachine):
         if self.retained:
             peer, lease = self.retained.pop(draw(st.integers(0, len(self.retained) - 1)))
             peer.cast(m.Unpin([lease]))
+
+    # --- the tier ---
+
+    def tier(self, draw: Draw) -> m.Tier:
+        most, reuse = draw(st.sampled_from([1, 2, 64])), draw(st.integers(1, 2))
+        return m.Tier(draw(st.sampled_from([True, True, True, False])), draw(WAITS), most, reuse)
+
+    def tier_comes(self, draw: Draw) -> None:
+        """It may read, too, and then it is a rank as others are."""
+        peer = self.shell.client("mover", draw(st.sampled_from("aab")))
+        if isinstance(peer.ask(self.tier(draw)), m.Failed):
+            peer.end()
+            return
+        self.movers.append(peer)
+        if draw(st.booleans()):
+            peer.prompt = draw(st.booleans())
+            peer.ask(m.Attach("tier", 0, 1))
+            self.ranks.append(peer)
+
+    def tier_says(self, draw: Draw) -> None:
+        if self.movers:
+            assert draw(st.sampled_from(self.movers)).ask(self.tier(draw)) == m.Done()
+
+    def tier_ends(self, draw: Draw) -> None:
+        if self.movers:
+            self.end(draw(st.sampled_from(self.movers)), draw(st.booleans()))
+
+    def fetch(self, draw: Draw) -> None:
+        """Begin to write what it was asked for, in time or not; or what it was not asked for; or read what is here."""
+        if self.movers:
+            mover = draw(st.sampled_from(self.movers))
+            wanted = [m.Item(of, form(draw(PAGES)), number) for of, number in mover.sought.items()]
+            mover.sought.clear()
+            if wanted:
+                mover.create(*wanted[:5], timeout=draw(TIMEOUTS))
+            elif draw(st.booleans()):
+                mover.create(item(draw(NAMES), 1, Kind.DERIVED), timeout=draw(TIMEOUTS))
+            else:
+                reads = "tier" if mover in self.ranks else None
+                mover.call(m.Lookup([key(draw(NAMES), Kind.DERIVED)], reads), draw(TIMEOUTS))
+
+    def absent(self, draw: Draw) -> None:
+        """Give promises back, or leases; some of them."""
+        movers = [mover for mover in self.movers if mover.sought]
+        if movers:
+            mover = draw(st.sampled_from(movers))
+            given_back = draw(
+                st.lists(st.sampled_from(sorted(mover.sought.values())), min_size=1, unique=True)
+            )
+            mover.sought = {of: number for of, number in mover.sought.items() if number not in given_back}
+            mover.cast(m.Abort(given_back))
 
     # --- ranks ---
 
@@ -371,6 +429,7 @@ class Life(RuleBasedStateMachine):
         peer.end(alive)
         self.producers = [p for p in self.producers if p is not peer]
         self.ranks = [p for p in self.ranks if p is not peer]
+        self.movers = [p for p in self.movers if p is not peer]
         self.leases = {n: owner for n, owner in self.leases.items() if owner is not peer}
         self.promises = {n: owner for n, owner in self.promises.items() if owner is not peer}
         self.holds = [place for place in self.holds if place[0] is not peer]
@@ -446,7 +505,7 @@ class Life(RuleBasedStateMachine):
 
     def nothing_is_left(self) -> None:
         shell = self.shell
-        for peer in [*self.producers, *self.ranks]:
+        for peer in {p.number: p for p in [*self.producers, *self.ranks, *self.movers]}.values():
             peer.end()
         while shell.growing:
             shell.grown(True)
@@ -461,6 +520,7 @@ class Life(RuleBasedStateMachine):
             "sessions",
             "ghosts",
             "engines",
+            "tiers",
             "waiting",
         ):
             assert not report[books], f"{books}: {report[books]}"
