@@ -39,6 +39,8 @@ QUOTAS: Final = (
         "seal",
     ),
 )
+SEEKS: Final = ("found", "absent", "late", "busy")
+FRESH: Final = {"told": "tier_fresh", "dropped": "tier_fresh_dropped"}
 LOSSES: Final = (
     "leases_broken",
     "promises_broken",
@@ -175,9 +177,15 @@ def _lagging(report: Report) -> Samples:
 
 
 def _engines(report: Report) -> Samples:
-    complete = sum(engine["complete"] for engine in report["engines"])
-    yield ("complete",), complete
-    yield ("incomplete",), len(report["engines"]) - complete
+    complete = [engine["complete"] for engine in report["engines"] if not engine["mover"]]
+    yield ("complete",), sum(complete)
+    yield ("incomplete",), len(complete) - sum(complete)
+
+
+def _movers(report: Report) -> Samples:
+    is_open = [mover["open"] for mover in report["movers"]]
+    yield ("open",), sum(is_open)
+    yield ("closed",), len(is_open) - sum(is_open)
 
 
 def _clients(report: Report) -> Samples:
@@ -230,6 +238,9 @@ METRICS: Final = (
         lambda report: [(("living",), len(report["sessions"])), (("ended",), len(report["ghosts"]))], ("state",)),
     _gauge("sessions_limit", "Most clients at once.", _at("daemon", "sessions_limit")),
     _gauge("engines", "Engines; incomplete ones lack a rank.", _engines, ("state",)),
+    _gauge("movers", "Clients that serve their namespace as a tier, by whether they are asked.", _movers, ("state",)),
+    _gauge("sought", "Keys that are sought beyond this machine.",
+        lambda report: [((), sum(mover["sought"] for mover in report["movers"]))]),
     _gauge("ranks", "Ranks, by where they read features.", _ranks, ("path",)),
     _gauge("ranks_lagging", "Ranks that have not acknowledged for too long.", _lagging),
     # what happened
@@ -240,6 +251,10 @@ METRICS: Final = (
     _counter("aborts", "Leases given back unwritten.", _count("aborts")),
     _counter("promises_given", "Keys that a client was left to write, before it asked for room.", _count("promises")),
     _counter("promises_dropped", "Of these, given back unwritten.", _count("promises_dropped")),
+    _counter("seeks", "Keys that nobody here had and a tier could have had, by what came of it.",
+        _counted(SEEKS, "tier_{}"), ("outcome",)),
+    _counter("fresh", "Features that a tier was told of, and that were too many.",
+        lambda report: [((what,), report["counters"].get(name, 0)) for what, name in FRESH.items()], ("outcome",)),
     _counter("seals", "Features made visible.", _count("seals")),
     _counter("seals_second", "Of these, keys that another writer had sealed first.", _count("seals_second")),
     _counter("holds_opened", "Claims on features.", _count("holds")),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 #: What lists things by namespace, and what sums them up.
-_BY_NAMESPACE = ("arenas", "namespaces", "sessions", "ghosts", "engines", "tiers", "waiting", "largest")
+_BY_NAMESPACE = ("arenas", "namespaces", "sessions", "ghosts", "engines", "movers", "waiting", "largest")
 
 
 def within(report: dict[str, Any], namespace: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
         "sessions": [_session(s, session_tag(books.boot, s.number), now) for s in living],
         "ghosts": [_session(s, session_tag(books.boot, s.number), now) for s in ghosts],
         "engines": [_engine(broker, engine, now) for engine in books.engines.values()],
-        "tiers": [_tier(mover) for mover in broker.seeking.movers.values()],
+        "movers": [_mover(mover) for mover in broker.seeking.movers.values()],
         "waiting": [_request(broker, r, now) for r in _waiting(broker)],
         "waiting_for": dict(Counter(request.reason.value for request in _all_waiting(broker).values())),
         "waiting_count": len(broker.admission.queue)
@@ -181,6 +181,7 @@ def _engine(broker: Broker, engine: Engine, now: float) -> dict[str, Any]:
         "namespace": engine.namespace,
         "world": engine.world,
         "complete": engine.complete,
+        "mover": engine.mover,
         "in_flight": engine.in_flight["host"],
         "in_flight_device": engine.in_flight["device"],
         "features": engine.features,
@@ -193,7 +194,7 @@ def _engine(broker: Broker, engine: Engine, now: float) -> dict[str, Any]:
     }
 
 
-def _tier(mover: Mover) -> dict[str, Any]:
+def _mover(mover: Mover) -> dict[str, Any]:
     """`sought` is what it is asked for at present; what came of it is counted since it began."""
     return {
         "namespace": mover.session.namespace,

@@ -94,8 +94,11 @@ class Life(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.2]),
         grow=st.sampled_from([True, True, None]),
         quotas=st.sampled_from(QUOTAS),
+        tier=st.sampled_from([None, m.Tier(True), m.Tier(True, 1.0, 2, 2)]),
     )
-    def start(self, segment: int, watermark: float, grow: bool | None, quotas: dict[str, int]) -> None:
+    def start(
+        self, segment: int, watermark: float, grow: bool | None, quotas: dict[str, int], tier: m.Tier | None
+    ) -> None:
         self.shell = Shell(
             grow,
             segment=segment,
@@ -120,6 +123,9 @@ class Life(RuleBasedStateMachine):
         self.sealing: dict[tuple[int, int], list[m.Sealing]] = {}
         for rank in range(2):
             self.join("a", "engine-a", rank, 2, prompt=True)
+        if tier is not None:
+            self.movers.append(self.shell.client("mover"))
+            self.movers[0].ask(tier)
 
     @rule(
         data=st.data(), move=st.sampled_from([name for name, weight in MOVES.items() for _ in range(weight)])
@@ -206,7 +212,7 @@ class Life(RuleBasedStateMachine):
 
     def lookup(self, draw: Draw) -> None:
         if self.producers:
-            keys = [key(draw(NAMES), draw(KINDS)), key(0)]
+            keys = [key(draw(NAMES), draw(KINDS)), key(draw(NAMES), Kind.DERIVED), key(0)]
             draw(st.sampled_from(self.producers)).call(m.Lookup(keys, self.engine(draw)), draw(TIMEOUTS))
 
     def promise(self, draw: Draw) -> None:
@@ -293,13 +299,20 @@ class Life(RuleBasedStateMachine):
             self.end(draw(st.sampled_from(self.movers)), draw(st.booleans()))
 
     def fetch(self, draw: Draw) -> None:
-        """Begin to write what it was asked for, in time or not; or what it was not asked for; or read what is here."""
+        """Write what it was asked for, in time or not, or only begin; or what it was not asked for; or read what is
+        here."""
         if self.movers:
             mover = draw(st.sampled_from(self.movers))
-            wanted = [m.Item(of, form(draw(PAGES)), number) for of, number in mover.sought.items()]
+            wanted = [m.Item(of, form(draw(PAGES)), number) for of, number in mover.sought.items()][:4]
             mover.sought.clear()
             if wanted:
-                mover.create(*wanted[:5], timeout=draw(TIMEOUTS))
+                seq = mover.create(*wanted, timeout=draw(TIMEOUTS))
+                self.collect()
+                answer = mover.answers.get(seq)
+                results = answer.results if isinstance(answer, m.Created) else []
+                mine = [r.lease for r in results if isinstance(r, m.Leased) and r.lease in self.leases]
+                if mine and draw(st.booleans()):
+                    self.seal_these(mover, mine, None, draw(TIMEOUTS), draw(st.booleans()))
             elif draw(st.booleans()):
                 mover.create(item(draw(NAMES), 1, Kind.DERIVED), timeout=draw(TIMEOUTS))
             else:
@@ -520,7 +533,7 @@ class Life(RuleBasedStateMachine):
             "sessions",
             "ghosts",
             "engines",
-            "tiers",
+            "movers",
             "waiting",
         ):
             assert not report[books], f"{books}: {report[books]}"
