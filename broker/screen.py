@@ -88,7 +88,8 @@ def show_status(report: Mapping[str, Any], to: Console | None = None) -> None:
         out.print(Text(f"NOT WELL: work is pending, and nothing has finished for {idle}", style="bold red"))
         for sentence in health["stuck"]:
             out.print(Text(f"-> {sentence}", style="red"))
-    parts = [_memory(report), _arenas(report), _sessions(report), *_engines(report), _waiting(report)]
+    parts = [_memory(report), _arenas(report), _sessions(report), *_engines(report), movers(report["movers"])]
+    parts.append(_waiting(report))
     for part in parts:
         if part is not None:
             out.print()
@@ -231,6 +232,26 @@ def _engines(report: Mapping[str, Any]) -> Iterator[Table | Text]:
             )
         yield made
         yield from _sharing(engine)
+
+
+def movers(found: Iterable[Mapping[str, Any]]) -> Table | None:
+    """Who is asked for what nobody here has, and what came of it."""
+    made = table(
+        "Beyond this machine",
+        *("~mover", "~namespace", ">process", "state", ">sought", ">found", ">absent", ">late", ">busy"),
+    )
+    for mover in found:
+        state = Text("open", style="green") if mover["open"] else Text("closed", style="yellow")
+        counts = mover["counts"]
+        made.add_row(
+            mover["name"],
+            mover["namespace"],
+            str(mover["pid"]),
+            state,
+            f"{mover['sought']} of {mover['most']}",
+            *(f"{counts[what]:,}" for what in ("found", "absent", "late", "busy")),
+        )
+    return made if made.row_count else None
 
 
 def _sharing(engine: Mapping[str, Any]) -> Iterator[Text]:

@@ -20,7 +20,7 @@ from rich.text import Text
 from mmbroker.proto.errors import BrokerError
 
 from .overview import overview
-from .screen import latency, size, span, table
+from .screen import latency, movers, size, span, table
 
 #: What clients can be sorted by: key, the largest first; names from a.
 SORTS: Final = ("bytes", "holds", "leases", "grants", "waiting", "fallbacks", "age", "name")
@@ -56,7 +56,8 @@ def watch(ask: Ask, out: Console, sort: str, interval: float) -> None:
                     view, before = None, None
                     live.update(Text(f"mmbroker: {error}", style="yellow"), refresh=True)
             if view is not None:
-                rows = max(3, out.height - 20 - len(view["engines"]))
+                others = len(view["engines"]) + len(view["movers"]) + 4 * bool(view["movers"])
+                rows = max(3, out.height - 20 - others)
                 live.update(Group(_keys_line(SORTS[at]), draw(view, SORTS[at], rows)), refresh=True)
             pressed = key(max(0.0, due - time.monotonic()))
             if pressed in ("q", "Q", "\x03", "\x04"):
@@ -101,6 +102,8 @@ def draw(view: View, sort: str, clients: int) -> Group:
         parts += [*_trouble(view), Text()]
     if view["engines"]:
         parts += [_engines(view), Text()]
+    if (beyond := movers(view["movers"])) is not None:
+        parts += [beyond, Text()]
     parts.append(_clients(view, sort, clients))
     return Group(*parts)
 

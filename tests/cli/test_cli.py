@@ -300,6 +300,30 @@ def test_status_shows_what_engines_have_in_common(broker: BrokerProcess) -> None
     assert "1 features, 2 MiB in use with two" in shown
 
 
+def test_status_and_top_show_the_tier(broker: BrokerProcess) -> None:
+    sought, absent = Key.derived(b"s" * 32), Key.derived(b"a" * 32)
+    with RawClient(broker.directory, name="[b]mover") as mover, RawClient(broker.directory) as worker:
+        mover.call(m.Tier(True, 10.0, 8))
+        mover.call(m.Attach("tier", 0, 1))
+        worker.post(m.Lookup([sought, absent]), timeout=60)
+        wanted = mover.notice(m.Sought).wanted
+        mover.call(m.Abort([one.promise for one in wanted if one.key == absent]))
+        shown = [mmbroker(*verb).stdout for verb in (("status",), ("top", "--once"))]
+        (told,) = json.loads(mmbroker("status", "--json").stdout)["movers"]
+        mover.call(m.Tier(False))
+        closed = mmbroker("status").stdout
+    assert told["counts"] == {
+        "sought": 2, "found": 0, "absent": 1, "late": 0, "busy": 0, "fresh": 0, "fresh_dropped": 0,
+    }  # fmt: skip
+    for text in shown:
+        (row,) = (
+            line.split() for line in text[text.index("Beyond this machine") :].splitlines() if "of 8" in line
+        )
+        assert row[0] == "[b]mover" and row[3:] == ["open", "1", "of", "8", "0", "1", "0", "0"], text
+        assert max(map(len, text.splitlines())) <= 80
+    assert "closed" in closed
+
+
 def test_names_are_shown_as_they_are(broker: BrokerProcess) -> None:
     """What looks like a style to the library that draws the tables is nothing of the kind."""
     with RawClient(broker.directory, name="[red]w[/red]") as rank:

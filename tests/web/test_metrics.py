@@ -21,8 +21,9 @@ from mmbroker.metrics import (
     exposition,
 )
 from mmbroker.proto import messages as m
+from mmbroker.proto.keys import Kind
 from mmbroker.records import Wait
-from tests.state.shell import Shell, item
+from tests.state.shell import Shell, form, item, key
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana.json"
@@ -60,6 +61,16 @@ def lived_in() -> Shell:
     )
     other.cast(m.Tally({"sglang_fallback_full": 4, "sglang_inputs_ns": 7_000_000_000}))
     other.end()
+    mover = shell.client("mover")
+    mover.ask(m.Tier(True))
+    for name in ("found", "absent", "waits"):
+        shell.client().call(m.Lookup([key(name, Kind.DERIVED)]))
+    (leased,) = mover.lease(
+        m.Item(key("found", Kind.DERIVED), form(0), mover.sought[key("found", Kind.DERIVED)])
+    )
+    mover.seal([leased])
+    mover.cast(m.Abort([mover.sought[key("absent", Kind.DERIVED)]]))
+    peer.put(m.Item(key("made", Kind.DERIVED), form(0)))
     shell.client().create(item("large", 30), timeout=60.0)
     return shell
 
@@ -88,11 +99,11 @@ def test_values_are_the_reports(samples: dict[Any, float]) -> None:
     assert value("slot_bytes", tier="host", state="in_use") == 9 * page
     assert value("slot_bytes", tier="host", state="cached") == 2 * page
     assert value("leased_bytes") == 4 * page
-    assert value("features", state="held") == 2
+    assert value("features", state="held") == 4
     assert value("features", state="cached") == 1
     assert value("hits_total") == 1
-    assert value("seals_total") == 3
-    assert value("calls_total", call="seal") == 2
+    assert value("seals_total") == 5
+    assert value("calls_total", call="seal") == 4
     assert value("waiting_calls", reason="room") == 1
     assert value("fallbacks_total", reason="full") == 7, "of a client that is gone, too"
     assert value("client_fallbacks_total", client="worker-1", reason="full") == 3
@@ -100,8 +111,16 @@ def test_values_are_the_reports(samples: dict[Any, float]) -> None:
     assert value("receiver_seconds_total") == 2.5
     assert value("scheduler_seconds_total") == 7.0
     assert value("oddities_total", kind="stray_calls") == 7
+    assert value("movers", state="open") == 1
+    assert (
+        value("sought")
+        == value("seeks_total", outcome="found")
+        == value("seeks_total", outcome="absent")
+        == 1
+    )
+    assert value("fresh_total", outcome="told") == 1
     assert value("grant_seconds_count") == 2
-    assert value("feature_bytes_bucket", le="16384.0") == 4
+    assert value("feature_bytes_bucket", le="16384.0") == 6
     assert value("info", version="1.2.3", instance="cpu") == 1
     assert value("healthy") == 1
 
@@ -183,6 +202,7 @@ PREFIXES = (
     "waits_",
     "expired_",
     "quota_refusals_",
+    "tier_",
     *(f"{call}_" for call in CALLS),
 )
 #: Sums of others.
