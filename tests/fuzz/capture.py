@@ -19,6 +19,7 @@ import torch
 import mmbroker
 from mmbroker.link import Link
 from mmbroker.proto import messages as m
+from mmbroker.proto.form import tensor_form
 from tests.kit import BrokerProcess, RawClient
 from tests.proto.samples import REF, REF_PARTS, SAMPLES
 
@@ -108,10 +109,39 @@ def work(directory: Path, recorder: Recorder) -> None:
         for held in helds:
             held.drop()
         table.close()
+    tier(directory)
     link = Link(directory, "operator", None)
     link.call(m.Status(3))
     link.call(m.Released(1))
     link.close()
+
+
+def tier(directory: Path) -> None:
+    """What one client asks for, a tier brings, or has not got either; and reads what was made here."""
+    mover = Link(directory, "mover")
+    mover.on_granted = lambda grants, _: mover.cast(m.Ack([grant.ref.hold for grant in grants]))
+    mover.on_dismissed = lambda holds: mover.cast(m.Settle(holds))
+
+    def bring(wanted: list[m.Wanted]) -> None:
+        found, *absent = wanted
+        mover.call(m.Tier(False, 1.0))
+        created = mover.call(
+            m.Create([m.Item(found.key, tensor_form("uint8", (0,), "image"), found.promise)])
+        )
+        assert isinstance(created, m.Created) and isinstance(created.results[0], m.Leased)
+        mover.call(m.Seal([m.Sealing(created.results[0].lease, cost=7)]))
+        mover.cast(m.Abort([one.promise for one in absent]))
+
+    mover.on_sought = bring
+    mover.call(m.Tier(True, 1.0))
+    mover.call(m.Attach("tier", 0, 1, access="readonly"))
+    keys = [mmbroker.Key.derived(name * 32) for name in (b"f", b"a")]
+    with mmbroker.connect(directory, name="worker-1") as worker:
+        worker.lookup_many(keys)
+        with worker.put(torch.arange(9), key=mmbroker.Key.derived(b"m" * 32)):
+            mover.call(m.Lookup([keys[0], mmbroker.Key.derived(b"m" * 32)], "tier"))
+    mover.call(m.Tier(True))
+    mover.close()
 
 
 def main() -> None:

@@ -106,7 +106,7 @@ class Machine:
     """
 
     LIFE = 2000
-    CLIENTS = 6  # the last two are ranks, one of an engine in each namespace
+    CLIENTS = 7  # the last is a tier, and the two before it are ranks of an engine in each namespace
 
     def __init__(self) -> None:
         self.lives = 0
@@ -133,8 +133,10 @@ class Machine:
         self._heard = 0
         for session in range(1, self.CLIENTS + 1):
             self._handle(e.SessionOpened(session, 1000, 10 + session, f"client-{session}", "ab"[session % 2]))
-        for rank in (self.CLIENTS - 1, self.CLIENTS):
+        for rank in (self.CLIENTS - 2, self.CLIENTS - 1):
             self._call(rank, m.Attach("engine-a", 0, 1))
+        self._call(self.CLIENTS, m.Tier(True))
+        self._call(self.CLIENTS, m.Attach("tier", 0, 1))
 
     def feed(self, data: bytes) -> str:
         try:
@@ -145,7 +147,7 @@ class Machine:
         if isinstance(call.body, m.Shutdown) and self._heard % 50:
             return "spared"
         if self._heard % 4 == 0:
-            self._work(1 + self._heard % (self.CLIENTS - 2))
+            self._work(1 + self._heard % (self.CLIENTS - 3))
         session = 1 + call.session % self.CLIENTS
         repeated = self._heard % 7 == 0 and 0 < call.seq < 100
         seq = call.seq if call.seq <= 0 or repeated else next(self._seqs)
@@ -167,9 +169,12 @@ class Machine:
         name = self._heard % 37
         self._leased = []
         form = tensor_form("uint8", (1000 * name,), "image")
-        self._call(session, m.Create([m.Item(Key.caller(str(name)), form)], "engine-a"))
+        key = Key.derived(bytes([name]) * 32) if self._heard % 3 else Key.caller(str(name))
+        self._call(session, m.Create([m.Item(key, form)], "engine-a"))
         if self._leased:
             self._call(session, m.Seal([m.Sealing(lease) for lease in self._leased], "engine-a"))
+        derived = Key.derived(bytes([self._heard % 5]) * 32)
+        self._call(session, m.Lookup([derived]) if self._heard % 8 else m.Promise([derived]))
         if self._heard % 3 == 0:
             self._call(session, m.Drop(list(self.broker.books.sessions[session].holds)[:20]))
 
@@ -187,6 +192,9 @@ class Machine:
                         if isinstance(notice, m.Granted) and self._heard % 5:
                             acked = m.Ack([grant.ref.hold for grant in notice.grants])
                             events.append(e.Called(session, 0, 0.0, acked))
+                        elif isinstance(notice, m.Sought) and self._heard % 5:
+                            promises = [one.promise for one in notice.wanted]
+                            events.append(e.Called(session, 0, 0.0, m.Abort(promises)))
                         elif isinstance(notice, m.Dismissed) and self._heard % 5:
                             events.append(e.Called(session, 0, 0.0, m.Settle(notice.holds)))
                     case e.Grow(segment):
@@ -205,7 +213,17 @@ class Machine:
         self._handle(e.Tick())
         audit(self.broker)
         report = self.broker.report(self.now)
-        for what in ("sessions", "ghosts", "leases", "holds", "waiting", "engines", "quarantined", "timers"):
+        for what in (
+            "sessions",
+            "ghosts",
+            "leases",
+            "holds",
+            "waiting",
+            "engines",
+            "movers",
+            "quarantined",
+            "timers",
+        ):
             assert not report[what], f"{what} after everybody's end: {report[what]}"
         assert report["pool"]["held"] == 0
         self._begin()

@@ -86,7 +86,18 @@ def test_the_state_machine_hears_damaged_calls() -> None:
         except Exception as error:
             pytest.fail(f"{type(error).__name__}: {error} for message {n} of the seed, {data.hex()}")
     assert machine.lives > 3
-    reached = {"Created", "Sealed", "Found", "Granted", "Dismissed", "Attached", "Done", "Report"}
+    reached = {
+        "Created",
+        "Sealed",
+        "Found",
+        "Granted",
+        "Dismissed",
+        "Attached",
+        "Done",
+        "Report",
+        "Sought",
+        "Fresh",
+    }
     refused = {"QuotaExceeded", "NoSuchEngine", "LeaseClosed", "FeatureError", "EngineLagging", "BrokerLost"}
     assert reached | refused <= machine.answers.keys(), machine.answers
 
@@ -134,6 +145,8 @@ calls = st.one_of(
     st.builds(m.Lookup, st.lists(keys, max_size=4), engines),
     st.builds(m.Seal, st.lists(st.builds(m.Sealing, st.integers(0, 40), st.booleans()), max_size=4), engines),
     st.builds(m.Attach, st.text(max_size=3), st.integers(-1, 3), st.integers(-1, 3), st.text(max_size=3)),
+    st.builds(m.Promise, st.lists(keys, max_size=4), engines),
+    st.builds(m.Tier, st.booleans(), st.floats(), st.integers(-1, 3), st.integers(-1, 3)),
     st.builds(m.Ack, numbers, numbers, st.text()),
     st.builds(m.Released, st.integers(0, 9)),
     st.builds(m.Tally, st.dictionaries(st.text(), st.integers(0, 9))),
