@@ -152,6 +152,11 @@ class Books:
                 session.forgotten = max(session.forgotten, session.answers.popitem(last=False)[0])
         self.out.answer(session.number, seq, body)
 
+    def dismiss(self, session: int, hold: int) -> None:
+        """Tell a rank that a hold is over, unless its own session is, which may be what ends the hold."""
+        if not self.sessions[session].ended:
+            self.out.dismiss(session, hold)
+
     # --- features ---------------------------------------------------------------------------------------------------
 
     def enter(self, feature: Feature) -> None:

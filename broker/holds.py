@@ -127,13 +127,13 @@ class Holds:
                 del hold.ranks[number], session.grants[hold.number]
                 session.unacked.pop(hold.number, None)
             elif rank is not Rank.DETACHED:
-                self.books.out.dismiss(number, hold.number)
+                self.books.dismiss(number, hold.number)
         engine = self._engine(hold)
         for number in engine.ranks.values() if engine is not None else ():
             kept = self.books.sessions[number].kept
             if hold.number in kept:
                 kept.discard(hold.number)
-                self.books.out.dismiss(number, hold.number)
+                self.books.dismiss(number, hold.number)
         self._close_if_settled(hold, now)
 
     # --- the ranks' side --------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class Holds:
         for number in numbers:
             hold = self.open.get(number)
             if hold is None or hold.over or engine is None or self._engine(hold) is not engine:
-                self.books.out.dismiss(session.number, number)
+                self.books.dismiss(session.number, number)
             else:
                 session.kept.add(number)
 

@@ -386,12 +386,12 @@ class Broker:
         session = self.books.sessions.get(number)
         if session is None or session.ended:
             return
+        session.ended = True
         self.admission.forget_session(session)
         self.seeking.end(session)
         self.holds.orphan(session, now)
         self.leases.break_all(session, now)
         self._leave_engine(session)
-        session.ended = True
         self.tallies.end(session)
         session.answers.clear()
         self.holds.detach(session, now)

@@ -349,3 +349,18 @@ def test_a_pinned_slot_that_lost_the_race_waits_for_its_writer_too() -> None:
     assert shell.report()["pool"]["used"] == 2 * PAGE
     two.cast(m.Unpin([second.lease]))
     assert shell.report()["pool"]["used"] == PAGE
+
+
+@pytest.mark.parametrize("alive", [False, True], ids=["process over", "session over"])
+def test_a_rank_that_reads_for_itself_ends_with_its_call(alive: bool) -> None:
+    """Its own session's end is what ends the hold: there is nobody to dismiss."""
+    shell = Shell()
+    (rank,) = shell.engine(prompt=False)
+    maker = shell.client()
+    maker.drop(*maker.put(item("x")))
+    seq = rank.call(m.Lookup([key("x")], "engine"), 60.0)
+    assert rank.granted and seq not in rank.answers
+    rank.end(alive)
+    if alive:
+        rank.gone()
+    assert shell.report()["holds"] == 0
