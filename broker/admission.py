@@ -363,6 +363,9 @@ class Admission:
     # --- deadlines --------------------------------------------------------------------------------------------------
 
     def _expire(self, request: Request, now: float) -> None:
+        self.pump(now)  # what it waits for may have come at this very moment
+        if self.books.sessions[request.session].requests.get(request.seq) is not request:
+            return
         waited = now - request.since
         self.books.counters[f"expired_{request.reason.value}"] += 1
         if request.reason is Wait.FLIGHT:

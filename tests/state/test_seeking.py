@@ -220,6 +220,17 @@ def test_who_has_no_time_for_the_tier_does_not_ask_it(verb: str) -> None:
 
 
 @verbs
+def test_whoever_is_woken_late_is_answered_all_the_same(verb: str) -> None:
+    """The wait and the deadline are both over when the broker looks: what it waited for ended first."""
+    shell = Shell()
+    asker = (tier(shell), shell.client())[1]
+    seq = ask(asker, verb, PICTURE, timeout=1.5 * WAIT)
+    shell.now += 2 * WAIT
+    shell.handle(e.Tick())
+    assert answers(asker, seq) == [MISS[verb]]
+
+
+@verbs
 def test_no_more_are_sought_at_once_than_it_can_do(verb: str) -> None:
     shell = Shell()
     mover, *askers = tier(shell, most=2), *(shell.client() for _ in range(3))
