@@ -150,6 +150,12 @@ class MMBrokerConnector(ECConnectorBase):  # type: ignore[misc]
         if self.scheduler is not None and isinstance(told, Loaded):
             self.scheduler.loaded(told.identifiers)
 
+    @_harmless
+    def forgotten(self) -> None:
+        """For our hook: vLLM itself does not tell a connector that its encoder cache has been emptied."""
+        if self.scheduler is not None:
+            self.scheduler.forgotten()
+
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         self._finished(request.request_id)
         return False, None

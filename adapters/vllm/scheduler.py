@@ -171,6 +171,10 @@ class SchedulerHalf:
         loads, self._loads = self._loads, {}
         return list(loads.items())
 
+    def forgotten(self) -> None:
+        """vLLM has emptied its encoder cache, without a word on what was in it."""
+        self._cached.clear()
+
     def loaded(self, identifiers: Sequence[str]) -> None:
         """All workers have loaded these."""
         for identifier in identifiers:

@@ -192,6 +192,18 @@ def test_what_vllm_has_is_not_asked_for_until_it_is_freed(scene: Callable[..., S
     s.half.request_finished("third")
 
 
+def test_what_vllm_has_forgotten_is_asked_for_again(scene: Callable[..., Scene]) -> None:
+    s, one = scene(), request("r", "a")
+    s.until_ready(one)
+    s.schedule(one)
+    s.half.request_finished("r")
+    s.half.forgotten()
+    again = request("again", "a")
+    assert not s.half.ensure_cache_available(again, 0)
+    s.until_ready(again)
+    s.half.request_finished("again")
+
+
 def test_a_preempted_request_asks_anew(scene: Callable[..., Scene]) -> None:
     s, one = scene("a"), request("r", "a", bare=True)
     s.until_ready(one)
