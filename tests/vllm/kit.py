@@ -180,6 +180,16 @@ class Program:
 
 
 @contextmanager
+def program(scratch: Path, probe: Probe, env: dict[str, str], **more: Any) -> Iterator[Program]:
+    """One that has started."""
+    engine = Program(scratch, probe, env, **more)
+    try:
+        yield engine.ready()
+    finally:
+        engine.close()
+
+
+@contextmanager
 def scratch() -> Iterator[Path]:
     """A directory with a short path, removed at the end."""
     directory = Path(tempfile.mkdtemp(prefix="mmvllm-", dir="/tmp"))
