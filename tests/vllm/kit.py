@@ -21,6 +21,8 @@ from tests import kit
 
 #: How long an engine may take to start, and to answer, in seconds.
 START, PATIENCE = 400.0, 120.0
+#: For engines that have two ranks or replicas: vLLM's CPU platform wants a node of memory for each.
+TWO_NODES = {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
 
 
 @cache

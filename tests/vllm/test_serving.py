@@ -57,8 +57,8 @@ def test_what_one_replica_encoded_the_other_loads() -> None:
     with kit.scratch() as directory, kit.running_broker(directory / "broker") as broker:
         probe = kit.Probe(directory)
         transfer = kit.transfer(broker.directory, wait=60)
-        flags = ("--data-parallel-size", "2", "--api-server-count", "1")
-        with serving.serving(directory, probe, *flags, transfer=transfer) as server:
+        flags = ("--data-parallel-size", "2")  # and as many API servers
+        with serving.serving(directory, probe, *flags, transfer=transfer, env=kit.TWO_NODES) as server:
 
             def joined() -> bool:
                 names = [session["name"].rpartition("/")[2] for session in broker.status()["sessions"]]
@@ -89,8 +89,7 @@ def test_two_ranks_load_what_one_of_them_saved() -> None:
     with kit.scratch() as directory, kit.running_broker(directory / "broker") as broker:
         probe = kit.Probe(directory)
         arguments = {"ec_transfer_config": kit.transfer(broker.directory, wait=60), "tensor_parallel_size": 2}
-        two_nodes = {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
-        with kit.program(directory, probe, two_nodes, **arguments) as engine:
+        with kit.program(directory, probe, kit.TWO_NODES, **arguments) as engine:
             prompts = [[1], [2, 3]]
 
             def joined() -> bool:
