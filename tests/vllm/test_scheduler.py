@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mmbroker.adapters.vllm.lookups import TIMEOUT, Found
+from mmbroker.adapters.vllm.lookups import TIMEOUT
 from mmbroker.adapters.vllm.saying import Saying
 from tests.kit import Puppet, eventually
 
@@ -224,12 +224,12 @@ def test_an_answer_of_a_lost_session_is_asked_for_anew(scene: Callable[..., Scen
     s, one = scene("a"), request("r", "a")
     s.until_ready(one)
     found = s.lookups.answers["a"]
-    assert isinstance(found, Found)
     if loss == "gone":
         s.client.connected = False
     else:
         s.client.reconnects += 1
-    eventually(lambda: found.expires < float("inf"), "the loss is noticed")
+    eventually(lambda: found.expires is not None, "the loss is noticed")
+    assert found.expires is not None
     s.client.connected = True
     s.now = found.expires + 1
     assert not s.half.ensure_cache_available(one, 0)
@@ -249,8 +249,7 @@ def test_without_a_broker_nobody_waits(scene: Callable[..., Scene]) -> None:
 
 def test_what_was_asked_ahead_wakes_nobody(scene: Callable[..., Scene]) -> None:
     s, one = scene("a"), request("r", "a")
-    s.lookups.expect(["a"])
-    eventually(lambda: "a" in s.lookups._ahead, "the answer waits for its request")
+    s.arrive("a")
     assert s.half.ensure_cache_available(one, 0), "at first sight"
     assert s.schedule(one) == ["a"]
     assert not s.lookups._asked and s.client.asked == [["a"]]
