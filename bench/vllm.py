@@ -47,8 +47,8 @@ RUNNING, STEPS, FRESH = 64, 5000, 300
 
 
 def measure_step() -> list[dict[str, Any]]:
-    """Microseconds of all calls of one step, by what its requests do in it: all decode; all are new, each with a picture
-    that was looked up while the request was on its way; or what was loaded is reported, and all end."""
+    """Microseconds of all calls of one step, by what its requests do in it: all decode; all are new, each with a
+    picture that was looked up while the request was on its way; or what was loaded is reported, and all end."""
     scene = fakes.Scene(fakes.Client(f"{n}-{m}" for n in range(-1, FRESH) for m in range(RUNNING)))
     half = scene.half
     times: dict[str, list[int]] = {"decode": [], "first sights": [], "loaded and ended": []}

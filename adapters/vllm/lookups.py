@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final
 
 import mmbroker
@@ -104,24 +104,21 @@ class Lookups:
 
     def want(self, identifier: str) -> Output:
         """Its answer shall be known, from now until `done`."""
-        output = self.answers.get(identifier)
-        if output is None:
-            output = self._ahead.pop(identifier, None)
-            if output is None:
-                output = self._ask(Output(identifier))
-            self.answers[identifier] = output
-        output.wants += 1
-        return output
+        output = self._ahead.pop(identifier, None) or self.answers.get(identifier) or self._ask(identifier)
+        known = self.answers.setdefault(identifier, output)
+        if known is not output:  # asked ahead in vain
+            self._over.append(output)
+        known.wants += 1
+        return known
 
-    def done(self, identifiers: Iterable[str]) -> None:
+    def done(self, identifier: str) -> None:
         """Once for each `want`."""
-        for identifier in identifiers:
-            output = self.answers[identifier]
-            output.wants -= 1
-            if not output.wants:
-                del self.answers[identifier]
-                self.fitting.pop(identifier, None)
-                self._over.append(output)
+        output = self.answers[identifier]
+        output.wants -= 1
+        if not output.wants:
+            del self.answers[identifier]
+            self.fitting.pop(identifier, None)
+            self._over.append(output)
 
     def refuse(self, output: Output) -> None:
         """What was found is not what is needed: it counts as absent while it is wanted. It may be on its way to the
@@ -134,11 +131,11 @@ class Lookups:
         fresh = self.answers[output.identifier]
         if fresh is not output:  # another request has done so
             return fresh
-        fresh = self.answers[output.identifier] = Output(output.identifier)
+        fresh = self.answers[output.identifier] = self._ask(output.identifier)
         fresh.wants = output.wants
         self.fitting.pop(output.identifier, None)
         self._over.append(output)
-        return self._ask(fresh)
+        return fresh
 
     # --- any thread -------------------------------------------------------------------------------------------------
 
@@ -156,7 +153,8 @@ class Lookups:
         self._bell.set()
         self._thread.join(TIMEOUT + 1.0)
 
-    def _ask(self, output: Output) -> Output:
+    def _ask(self, identifier: str) -> Output:
+        output = Output(identifier)
         self._asked.append(output)
         if not self._bell.is_set():
             self._bell.set()

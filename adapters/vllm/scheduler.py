@@ -72,8 +72,7 @@ class SchedulerHalf:
         self._wait = wait
         self._consumes = consumes
         self._clock = clock
-        #: Of each request the end of its last feature, in tokens, and those of its features that are wanted.
-        self._needs: dict[str, tuple[int, dict[int, Output]]] = {}
+        self._needs: dict[str, dict[str, Output]] = {}  # of each request what it wants, until it is past it
         self._since: dict[str, float] = {}  # when a request that waits began to
         self._cached: set[str] = set()  # in vLLM's own encoder cache, as far as we were told
         self._loads: dict[str, Reference] = {}
@@ -85,35 +84,34 @@ class SchedulerHalf:
     def ensure_cache_available(self, request: Request, computed: int) -> bool:
         """May the request be scheduled now? `computed` of its tokens are."""
         try:
-            name = request.request_id
-            need = self._needs.get(name)
-            if need is None:
+            name, features = request.request_id, request.mm_features
+            position = features[-1].mm_position
+            if computed >= position.offset + position.length:
+                if name in self._needs:
+                    self._past(name)
+                return True
+            wanted = self._needs.get(name)
+            if wanted is None:
                 if not self._consumes:
                     return True
-                last = request.mm_features[-1].mm_position
-                need = self._needs[name] = last.offset + last.length, {}
-            end, wanted = need
-            if computed >= end:
-                if wanted:
-                    self._past(wanted)
-                return True
+                wanted = self._needs[name] = {}
             if name in self._unavailable:
                 return False
             ready = True
-            for index, feature in enumerate(request.mm_features):
+            for feature in features:
                 position = feature.mm_position
                 if computed and position.offset + position.length <= computed:
                     continue
-                output = wanted.get(index)
+                identifier = feature.identifier
+                output = wanted.get(identifier)
                 if output is None:
-                    identifier = feature.identifier
                     if identifier in self._cached and not self._bare(feature):
                         continue  # vLLM has it, most likely; if not, its encoder runs
-                    output = wanted[index] = self._want(identifier)
+                    output = wanted[identifier] = self._want(identifier)
                 tokens = position.length if position.is_embed is None else position.get_num_embeds()
                 if output.tokens == tokens and output.expires is None:
-                    self._fitting[output.identifier] = output
-                elif not self._goes_without(name, feature, tokens, wanted, index):
+                    self._fitting[identifier] = output
+                elif not self._goes_without(name, feature, tokens, wanted):
                     ready = False
             if ready and self._since:
                 self._since.pop(name, None)
@@ -123,14 +121,15 @@ class SchedulerHalf:
             self._unavailable.add(request.request_id)
             return False
 
-    def _goes_without(self, name: str, feature: Feature, tokens: int, wanted: dict[int, Output], index: int) -> bool:
+    def _goes_without(self, name: str, feature: Feature, tokens: int, wanted: dict[str, Output]) -> bool:
         """May a request go on though this feature of it is not simply there? Then its encoder runs, if need be."""
-        output, bare = wanted[index], self._bare(feature)
+        identifier, bare = feature.identifier, self._bare(feature)
+        output = wanted[identifier]
         if output.tokens == tokens:  # but its session has been lost
             if output.expires is None or self._clock() <= output.expires:
-                self._fitting[output.identifier] = output
+                self._fitting[identifier] = output
                 return True
-            output = wanted[index] = self._lookups.renew(output)
+            output = wanted[identifier] = self._lookups.renew(output)
         elif output.tokens is not None and output.tokens != ABSENT:
             self.counts["misfits"] += 1
             self._lookups.refuse(output)
@@ -175,15 +174,17 @@ class SchedulerHalf:
 
     def loaded(self, identifiers: Sequence[str]) -> None:
         """All workers have loaded these."""
-        self._lookups.done(identifiers)
+        for identifier in identifiers:
+            self._lookups.done(identifier)
 
     def request_finished(self, request_id: str) -> None:
-        need = self._needs.pop(request_id, None)
-        self._unavailable.discard(request_id)
-        if need is not None:
+        if self._unavailable:
+            self._unavailable.discard(request_id)
+        if self._since:
             self._since.pop(request_id, None)
-            self._past(need[1])
+        if request_id in self._needs:
+            self._past(request_id)
 
-    def _past(self, wanted: dict[int, Output]) -> None:
-        self._lookups.done([output.identifier for output in wanted.values()])
-        wanted.clear()
+    def _past(self, name: str) -> None:
+        for identifier in self._needs.pop(name):
+            self._lookups.done(identifier)
