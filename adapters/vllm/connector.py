@@ -29,9 +29,10 @@ logger = logging.getLogger("vllm.mmbroker")
 
 @dataclass
 class Loads(ECConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to the workers: what to load in a step."""
+    """From the scheduler to the workers: what to load in a step, and whether the encoder runs in it."""
 
     loads: list[tuple[str, Reference]] = field(default_factory=list)
+    encodes: bool = False
 
 
 @dataclass
@@ -137,7 +138,8 @@ class MMBrokerConnector(ECConnectorBase):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
         if self.scheduler is None:
             return Loads()
-        return Loads(self.scheduler.build_loads(scheduler_output.free_encoder_mm_hashes))
+        loads = self.scheduler.build_loads(scheduler_output.free_encoder_mm_hashes)
+        return Loads(loads, bool(scheduler_output.scheduled_encoder_inputs))
 
     @_harmless
     def update_connector_output(self, connector_output: Any) -> None:
@@ -162,10 +164,19 @@ class MMBrokerConnector(ECConnectorBase):  # type: ignore[misc]
 
     # --- a worker's process -----------------------------------------------------------------------------------------
 
+    # In this order, and all before the encoder runs but the last two.
+
+    def start_save_caches(self, **kwargs: Any) -> None:
+        meta = self._get_connector_metadata()
+        if self.worker is not None and not self.is_consumer and isinstance(meta, Loads) and meta.encodes:
+            self.worker.encoding()
+
     def start_load_caches(self, encoder_cache: MutableMapping[str, Any], **kwargs: Any) -> None:
         meta = self._get_connector_metadata()
         if self.worker is not None and isinstance(meta, Loads):
             self.worker.load(encoder_cache, meta.loads)
+            if meta.encodes:
+                self.worker.encoding()
 
     @_harmless
     def save_caches(self, encoder_cache: MutableMapping[str, Any], mm_hash: str, **kwargs: Any) -> None:
@@ -173,8 +184,15 @@ class MMBrokerConnector(ECConnectorBase):  # type: ignore[misc]
             self.worker.save(encoder_cache, mm_hash)
 
     def build_connector_worker_meta(self) -> ECConnectorWorkerMetadata | None:
-        loaded = [] if self.worker is None else self.worker.take_loaded()
+        if self.worker is None:
+            return None
+        self._encoded(self.worker)
+        loaded = self.worker.take_loaded()
         return Loaded(loaded) if loaded else None
+
+    @_harmless
+    def _encoded(self, worker: WorkerHalf) -> None:
+        worker.encoded()
 
     # --- either -----------------------------------------------------------------------------------------------------
 

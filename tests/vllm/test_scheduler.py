@@ -176,6 +176,31 @@ def test_what_does_not_fit_is_absent(scene: Callable[..., Scene]) -> None:
     s.half.request_finished("r")
 
 
+def test_what_does_not_fit_one_request_is_held_for_another(scene: Callable[..., Scene]) -> None:
+    """It may be on its way to the workers already."""
+    s, fits, misfit = scene("a"), request("fits", "a"), request("misfit", "a", tokens=7)
+    s.until_ready(fits)
+    assert s.schedule(fits) == ["a"]
+    assert s.half.ensure_cache_available(misfit, 0)
+    assert s.schedule(misfit) == [] and s.half.counts["misfits"] == 1
+    s.half.request_finished("misfit")
+    s.half.request_finished("fits")
+    assert [name for name, _ in s.half.build_loads([])] == ["a"]
+    assert s.client.holding == 1
+    s.half.loaded(["a"])
+    eventually(lambda: s.client.holding == 0, "the hold ends with the load")
+
+
+def test_a_hold_that_came_when_nobody_wanted_it_any_more(scene: Callable[..., Scene]) -> None:
+    s, one = scene("a"), request("r", "a")
+    s.client.gate.clear()
+    assert not s.half.ensure_cache_available(one, 0)
+    eventually(lambda: s.client.asked, "it is asked for")
+    s.half.request_finished("r")
+    s.client.gate.set()
+    eventually(lambda: s.client.held and s.client.holding == 0, "it is given back")
+
+
 def test_what_vllm_has_is_not_asked_for_until_it_is_freed(scene: Callable[..., Scene]) -> None:
     s = scene()
     for name in ("first", "second"):
