@@ -39,26 +39,26 @@ SHAPES: Final = ("1x1", "1x2", "2x1", "2x2")
 CLIENTS: Final = 4
 #: Side of a picture, in pixels.
 SIDE: Final = 336
-#: Requests in the step that is measured alone, and steps.
-RUNNING, STEPS = 64, 5000
+#: Requests in the step that is measured alone; steps in which they decode, and in which all are new.
+RUNNING, STEPS, FRESH = 64, 5000, 300
 
 
 # --- the scheduler half alone ---------------------------------------------------------------------------------------
 
 
 def measure_step() -> list[dict[str, Any]]:
-    """Microseconds of all calls of one step: every request decodes, or has one picture that is there."""
-    lines = []
-    names = [f"p{n}" for n in range(RUNNING)]
-    scene = fakes.Scene(fakes.Client(names))
-    keeper = fakes.request("keeper", *names)
-    scene.until_ready(keeper)
+    """Microseconds of all calls of one step, by what its requests do in it: all decode; all are new, each with a
+    picture that was looked up while the request was on its way; or what was loaded is reported, and all end."""
+    scene = fakes.Scene(fakes.Client(f"{n}-{m}" for n in range(-1, FRESH) for m in range(RUNNING)))
     half = scene.half
-    running = [fakes.request(f"r{n}", names[n]) for n in range(RUNNING)]
-    for one in running:
-        scene.until_ready(one)
+    times: dict[str, list[int]] = {"decode": [], "first sights": [], "loaded and ended": []}
 
-    def step(requests: list[fakes.Request], computed: int) -> int:
+    def arrive(number: int) -> list[fakes.Request]:
+        names = [f"{number}-{n}" for n in range(RUNNING)]
+        scene.arrive(*names)
+        return [fakes.request(f"r{name}", name) for name in names]
+
+    def step(what: str, requests: list[fakes.Request], computed: int = 0) -> list[str]:
         started = time.perf_counter_ns()
         for one in requests:
             half.ensure_cache_available(one, computed)
@@ -66,24 +66,31 @@ def measure_step() -> list[dict[str, Any]]:
             for one in requests:
                 half.has_cache_item(one.mm_features[0].identifier)
                 half.update_state_after_alloc(one, 0)
-        half.build_loads([])
+        loads = half.build_loads([])
         half.take_unavailable_requests()
-        return time.perf_counter_ns() - started
+        times[what].append(time.perf_counter_ns() - started)
+        return [name for name, _ in loads]
 
-    lines.append({"step": "decode", **stats.us([step(running, 100) for _ in range(STEPS)])})
-    times = []
-    for number in range(STEPS // 10):
-        fresh = [fakes.request(f"{number}-{n}", names[n]) for n in range(RUNNING)]
-        times.append(step(fresh, 0))
-        half.loaded(names)
-        for one in fresh:
+    def end(requests: list[fakes.Request], loads: list[str]) -> None:
+        started = time.perf_counter_ns()
+        half.loaded(loads)
+        for one in requests:
             half.request_finished(one.request_id)
-        half.build_loads(names)
-    lines.append({"step": "load", **stats.us(times)})
-    for one in [*running, keeper]:
-        half.request_finished(one.request_id)
+        times["loaded and ended"].append(time.perf_counter_ns() - started)
+
+    running = arrive(-1)
+    loads = step("first sights", running)
+    for _ in range(STEPS):
+        step("decode", running, 100)
+    end(running, loads)
+    for number in range(FRESH):
+        fresh = arrive(number)
+        loads = step("first sights", fresh)
+        assert len(loads) == RUNNING
+        end(fresh, loads)
+        half.build_loads(loads)  # vLLM has forgotten them
     scene.close()
-    return lines
+    return [{"step": what, **stats.us(taken)} for what, taken in times.items()]
 
 
 # --- real engines ---------------------------------------------------------------------------------------------------
@@ -194,7 +201,7 @@ def measure_way(way: str, servers: int, engines: int, requests: int, say: Any) -
 def show(found: dict[str, Any]) -> None:
     print(f"\nscheduler half, us a step of {RUNNING} requests")
     for line in found["step"]:
-        print(f"  {line['step']:<8} p50 {line['p50']:>8} p99 {line['p99']:>8}")
+        print(f"  {line['step']:<16} p50 {line['p50']:>8} p99 {line['p99']:>8}")
     if not found["lines"]:
         return
     names = [name for name in found["lines"][0] if name not in ("requests",)]

@@ -119,11 +119,11 @@ class Client:
         extras: Sequence[bytes] | None = None,
         tier: str = "host",
         private: bool = False,
-        cost: int | None = None,
+        cost: int | Sequence[int | None] | None = None,
         timeout: float | None = None,
     ) -> list[Held]:
         """As `put`, for several features in two round trips. All of them or none; one hold each, in order. `cost`: of
-        each of them."""
+        every one of them, or one for each."""
         sources = [Source.one(t, modality) for t in tensors]
         return self._put(sources, keys, extras, to, tier, private, cost, timeout)
 
@@ -152,7 +152,7 @@ class Client:
         to: str | None,
         tier: str,
         private: bool,
-        cost: int | None,
+        cost: int | Sequence[int | None] | None,
         timeout: float | None,
     ) -> list[Held]:
         self._link.check()
@@ -160,6 +160,9 @@ class Client:
             self._check_device(sources)
         deadline = self._deadline(timeout, f"the put of {len(sources)} feature(s)")
         beside = [b""] * len(sources) if extras is None else extras
+        costs = [cost] * len(sources) if cost is None or isinstance(cost, int) else cost
+        if len(costs) != len(sources):
+            raise ValueError(f"{len(sources)} feature(s), and what {len(costs)} of them cost")
         if any(len(extra) > MAX_EXTRA for extra in beside):
             raise ValueError(f"what is put beside a feature has at most {MAX_EXTRA} bytes")
         nbytes = sum(source.form.nbytes for source in sources)
@@ -167,7 +170,7 @@ class Client:
         with spans.span("put", **about) as told:
             with _timed(told, "digest_seconds"):
                 chosen = [source.digest() for source in sources] if keys is None else keys
-            return self._put_items(chosen, beside, sources, to, tier, private, cost, deadline, told)
+            return self._put_items(chosen, beside, sources, to, tier, private, costs, deadline, told)
 
     def _put_items(
         self,
@@ -177,7 +180,7 @@ class Client:
         to: str | None,
         tier: str,
         private: bool,
-        cost: int | None,
+        costs: Sequence[int | None],
         deadline: Deadline,
         told: dict[str, Any],
     ) -> list[Held]:
@@ -207,7 +210,7 @@ class Client:
                 with _timed(told, "write_seconds"):
                     for i, lease in zip(mine, leases, strict=True):
                         lease.write(sources[i])
-                        lease.extra, lease.cost = bytes(beside[i]), cost
+                        lease.extra, lease.cost = bytes(beside[i]), costs[i]
                 if mine:
                     # Before anything else is waited for: somebody may wait for us.
                     sealed = self._own.seal(leases, to, private, deadline.left("seal"))

@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
+from mmbroker.adapters.span import Span
+
 from . import measure, uses
-from .outputs import Span, tokens
+from .outputs import tokens
 
 
 def embed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 import mmbroker
+from mmbroker.adapters.span import Span
 from mmbroker.proto.errors import BrokerError
 from mmbroker.proto.keys import Key
 
@@ -44,32 +45,6 @@ class Offer(NamedTuple):
     modality: str
     span: Span
     of: int
-
-
-class Span:
-    """How long something takes where it runs; on a GPU it has only been enqueued when `stop` is called."""
-
-    def __init__(self, device: Any) -> None:
-        self._events: list[Any] | None = None
-        self._start = time.perf_counter()
-        self._seconds = 0.0
-        if getattr(device, "type", "cpu") == "cuda":
-            event: Any = torch.cuda.Event
-            self._events = [event(enable_timing=True) for _ in range(2)]
-            self._events[0].record()
-
-    def stop(self) -> Span:
-        if self._events is not None:
-            self._events[1].record()
-        self._seconds = time.perf_counter() - self._start
-        return self
-
-    def seconds(self) -> float:
-        """Waits until it is over. Not for the scheduler's thread."""
-        if self._events is None:
-            return self._seconds
-        self._events[1].synchronize()
-        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
 
 
 class Outputs:
@@ -135,7 +110,7 @@ class Outputs:
         client = self._client()
         if client is None or not client.connected:
             raise mmbroker.BrokerUnavailable("there is no broker")
-        micros = int(offer.span.seconds() * 1e6 * offer.tensor.nbytes / max(offer.of, 1))
+        micros = offer.span.micros(offer.tensor.nbytes, offer.of)
         there = offer.tensor.is_cuda and bool(client.device)
         # On a GPU the span was waited for: the tensor is complete, whatever stream this thread is in.
         client.put(

@@ -29,9 +29,10 @@ logger = logging.getLogger("vllm.mmbroker")
 
 @dataclass
 class Loads(ECConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to the workers: what to load in a step."""
+    """From the scheduler to the workers: what to load in a step, and whether the encoder runs in it."""
 
     loads: list[tuple[str, Reference]] = field(default_factory=list)
+    encodes: bool = False
 
 
 @dataclass
@@ -83,9 +84,10 @@ class MMBrokerConnector(ECConnectorBase):  # type: ignore[misc]
         keys = _keys(vllm_config, asked, logger.warning)
         self._joining = joining = Joining(asked.broker, f"{name}/scheduler", stats=self._stats, says=True)
         self._lookups = Lookups(lambda: joining.there, name, keys.key)
-        self.scheduler = SchedulerHalf(
-            self._lookups, _Bare(vllm_config), asked.wait, consumes=bool(self.is_consumer)
-        )
+        half = SchedulerHalf(self._lookups, _Bare(vllm_config), asked.wait, consumes=bool(self.is_consumer))
+        self.scheduler = half
+        for name in ("has_cache_item", "ensure_cache_available", "update_state_after_alloc"):
+            setattr(self, name, getattr(half, name))
         if self.is_consumer:
             receiver.expecting.append(self._lookups.expect)
 
@@ -118,37 +120,38 @@ class MMBrokerConnector(ECConnectorBase):  # type: ignore[misc]
 
     # --- the scheduler's process ------------------------------------------------------------------------------------
 
+    # Where this connector serves, the half's own methods stand in place of these three, which are called for each
+    # request at each step: a call in between would double what the short ones cost.
+
     def has_cache_item(self, identifier: str) -> bool:
-        return self.scheduler is not None and self.scheduler.has_cache_item(identifier)
+        return False
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
-        if self.scheduler is None:
-            return True
-        try:
-            return self.scheduler.ensure_cache_available(request, num_computed_tokens)
-        except Exception:
-            logger.exception("mmbroker: request %s cannot be served", request.request_id)
-            self.scheduler.give_up(request.request_id)
-            return False
+        return True
+
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        pass
 
     def take_unavailable_requests(self) -> set[str]:
         return set() if self.scheduler is None else self.scheduler.take_unavailable_requests()
 
-    @_harmless
-    def update_state_after_alloc(self, request: Any, index: int) -> None:
-        if self.scheduler is not None:
-            self.scheduler.update_state_after_alloc(request, index)
-
     def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
         if self.scheduler is None:
             return Loads()
-        return Loads(self.scheduler.build_loads(scheduler_output.free_encoder_mm_hashes))
+        loads = self.scheduler.build_loads(scheduler_output.free_encoder_mm_hashes)
+        return Loads(loads, bool(scheduler_output.scheduled_encoder_inputs))
 
     @_harmless
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.ec_connector_worker_meta
         if self.scheduler is not None and isinstance(told, Loaded):
             self.scheduler.loaded(told.identifiers)
+
+    @_harmless
+    def forgotten(self) -> None:
+        """For our hook: vLLM itself does not tell a connector that its encoder cache has been emptied."""
+        if self.scheduler is not None:
+            self.scheduler.forgotten()
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         self._finished(request.request_id)
@@ -161,10 +164,19 @@ class MMBrokerConnector(ECConnectorBase):  # type: ignore[misc]
 
     # --- a worker's process -----------------------------------------------------------------------------------------
 
+    # In this order, and all before the encoder runs but the last two.
+
+    def start_save_caches(self, **kwargs: Any) -> None:
+        meta = self._get_connector_metadata()
+        if self.worker is not None and not self.is_consumer and isinstance(meta, Loads) and meta.encodes:
+            self.worker.encoding()
+
     def start_load_caches(self, encoder_cache: MutableMapping[str, Any], **kwargs: Any) -> None:
         meta = self._get_connector_metadata()
         if self.worker is not None and isinstance(meta, Loads):
             self.worker.load(encoder_cache, meta.loads)
+            if meta.encodes:
+                self.worker.encoding()
 
     @_harmless
     def save_caches(self, encoder_cache: MutableMapping[str, Any], mm_hash: str, **kwargs: Any) -> None:
@@ -172,8 +184,15 @@ class MMBrokerConnector(ECConnectorBase):  # type: ignore[misc]
             self.worker.save(encoder_cache, mm_hash)
 
     def build_connector_worker_meta(self) -> ECConnectorWorkerMetadata | None:
-        loaded = [] if self.worker is None else self.worker.take_loaded()
+        if self.worker is None:
+            return None
+        self._encoded(self.worker)
+        loaded = self.worker.take_loaded()
         return Loaded(loaded) if loaded else None
+
+    @_harmless
+    def _encoded(self, worker: WorkerHalf) -> None:
+        worker.encoded()
 
     # --- either -----------------------------------------------------------------------------------------------------
 

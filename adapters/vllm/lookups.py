@@ -1,10 +1,10 @@
 """Which encoder outputs can be had: asked by a thread of its own, read by the scheduler's as a dict.
 
 The scheduler's thread *wants* an identifier and later is *done* with it, any number of times. From the first want to
-the last done its answer stands in `answers`, once it is known: a `Found`, which is held so long, or `ABSENT`. Wanting
-and being done send nothing, wait for nothing and drop nothing: the thread does, when it comes by.
+the last done its `Output` stands in `answers`. The thread writes the answer into it, and holds what it has found until
+it comes upon it in `_over`. Wanting and being done send nothing, wait for nothing and drop nothing.
 
-An answer that stands there changes only by the scheduler's thread, so that what it has seen in a step stays true in
+`answers` and `fitting` are changed by the scheduler's thread alone, so that what it has seen in a step stays true in
 that step. What was asked ahead of its request waits in `_ahead`; whoever pops it from there has it.
 """
 
@@ -37,32 +37,45 @@ _AFTERLIFE: Final = 10.0
 _BATCH: Final = 256
 
 
-class Found:
-    """An encoder output that every rank of this engine has an entry for, as long as it is held.
+#: Of an output that nobody has, or that is not what it should be.
+ABSENT: Final = -1
 
-    `fits`: the scheduler has seen that it has the size that its request needs. `expires`: by the monotonic clock.
+
+class Output:
+    """An encoder output that is wanted, or will be.
+
+    `tokens`: how many it has, None as long as the answer is not there, `ABSENT`. From then on `ref` is there, and every
+    rank of this engine has an entry for it, as long as it is held. `expires`: when the hold may be over, by the
+    monotonic clock, since its session was lost; None: it has not been.
     """
 
-    __slots__ = ("expires", "fits", "held", "ref")
+    __slots__ = ("expires", "held", "identifier", "over", "ref", "tokens", "until", "wants")
 
-    def __init__(self, held: Any) -> None:
+    def __init__(self, identifier: str) -> None:
+        self.identifier = identifier
+        self.wants = 0  # of the scheduler's thread
+        self.tokens: int | None = None
+        self.ref: Reference
+        self.expires: float | None = None
+        self.held: Any = None  # this and what follows: of the lookups' thread
+        self.over = False
+        self.until = 0.0  # asked ahead: when it is given up
+
+    def answered(self, held: Any) -> None:
         self.held = held
-        self.ref: Reference = held.ref
-        self.fits = False
-        self.expires = float("inf")
-
-
-class Absent:
-    """There is no such output, or nobody who knows."""
-
-
-ABSENT: Final = Absent()
+        self.until = time.monotonic() + TIMEOUT
+        if held is None:
+            self.tokens = ABSENT
+        else:
+            self.ref = held.ref
+            self.tokens = self.ref.shape[0] if self.ref.shape else ABSENT
 
 
 class Lookups:
     """`client` gives the client that has a broker at this moment; `key` the key of an identifier, None: it has none.
 
-    `engine`: whom the answers are granted to. `want` and `done`: from the scheduler's thread alone.
+    `engine`: whom the answers are granted to. `fitting`: those in `answers` that the scheduler has found to be what its
+    requests need.
     """
 
     def __init__(
@@ -71,15 +84,14 @@ class Lookups:
         engine: str,
         key: Callable[[str], Key | None],
     ) -> None:
-        self.answers: dict[str, Found | Absent] = {}
+        self.answers: dict[str, Output] = {}
+        self.fitting: dict[str, Output] = {}
         self._client = client
         self._engine = engine
         self._key = key
-        self._wants: dict[str, int] = {}
-        self._asked: deque[str] = deque()
-        self._expected: set[str] = set()  # asked for, and not answered yet
-        self._ahead: dict[str, tuple[Found | Absent, float]] = {}  # the answer, and when it is given up
-        self._over: deque[Found] = deque()
+        self._asked: deque[Output] = deque()
+        self._ahead: dict[str, Output] = {}
+        self._over: deque[Output] = deque()
         self._bell = threading.Event()
         self._stop = False
         self._saying = Saying("encoder outputs could not be looked up")
@@ -90,50 +102,50 @@ class Lookups:
 
     # --- the scheduler's thread -------------------------------------------------------------------------------------
 
-    def want(self, identifier: str) -> None:
+    def want(self, identifier: str) -> Output:
         """Its answer shall be known, from now until `done`."""
-        count = self._wants.get(identifier, 0)
-        self._wants[identifier] = count + 1
-        if count:
-            return
-        ready = self._ahead.pop(identifier, None)
-        if ready is not None:
-            self.answers[identifier] = ready[0]
-        elif identifier not in self._expected:
-            self._ask(identifier)
-
-    def hold(self, identifier: str) -> None:
-        """As `want`, for what is known already."""
-        self._wants[identifier] += 1
+        output = self._ahead.pop(identifier, None) or self.answers.get(identifier) or self._ask(identifier)
+        known = self.answers.setdefault(identifier, output)
+        if known is not output:  # asked ahead in vain
+            self._over.append(output)
+        known.wants += 1
+        return known
 
     def done(self, identifier: str) -> None:
-        """Once for each `want` or `hold`."""
-        count = self._wants[identifier] - 1
-        if count:
-            self._wants[identifier] = count
-            return
-        # In this order: the thread enters an answer and then looks whether it is still wanted.
-        del self._wants[identifier]
-        self._withdraw(identifier)
+        """Once for each `want`."""
+        output = self.answers[identifier]
+        output.wants -= 1
+        if not output.wants:
+            del self.answers[identifier]
+            self.fitting.pop(identifier, None)
+            self._over.append(output)
 
-    def refuse(self, identifier: str) -> None:
-        """What was found is not what is needed: it counts as absent while it is wanted."""
-        self._withdraw(identifier)
-        self.answers[identifier] = ABSENT
+    def refuse(self, output: Output) -> None:
+        """What was found is not what is needed: it counts as absent while it is wanted. It may be on its way to the
+        workers for a request that it did fit, so it is held as long."""
+        output.tokens = ABSENT
+        self.fitting.pop(output.identifier, None)
 
-    def renew(self, identifier: str) -> None:
+    def renew(self, output: Output) -> Output:
         """What was found may be over soon: ask anew."""
-        self._withdraw(identifier)
-        self._ask(identifier)
+        fresh = self.answers[output.identifier]
+        if fresh is not output:  # another request has done so
+            return fresh
+        fresh = self.answers[output.identifier] = self._ask(output.identifier)
+        fresh.wants = output.wants
+        self.fitting.pop(output.identifier, None)
+        self._over.append(output)
+        return fresh
 
     # --- any thread -------------------------------------------------------------------------------------------------
 
     def expect(self, identifiers: list[str]) -> None:
         """Requests that will want these are on their way: ask ahead, so that the scheduler's thread wakes nobody."""
         for identifier in identifiers:
-            if identifier not in self.answers and identifier not in self._ahead:
-                self._expected.add(identifier)
-                self._asked.append(identifier)
+            if identifier not in self.answers:
+                output = Output(identifier)
+                if self._ahead.setdefault(identifier, output) is output:
+                    self._asked.append(output)
         self._bell.set()
 
     def close(self) -> None:
@@ -141,16 +153,12 @@ class Lookups:
         self._bell.set()
         self._thread.join(TIMEOUT + 1.0)
 
-    def _ask(self, identifier: str) -> None:
-        self._expected.add(identifier)
-        self._asked.append(identifier)
+    def _ask(self, identifier: str) -> Output:
+        output = Output(identifier)
+        self._asked.append(output)
         if not self._bell.is_set():
             self._bell.set()
-
-    def _withdraw(self, identifier: str) -> None:
-        answer = self.answers.pop(identifier, None)
-        if isinstance(answer, Found):
-            self._over.append(answer)
+        return output
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
@@ -165,41 +173,29 @@ class Lookups:
             except Exception:  # whatever it is, requests must not wait for a thread that is no more
                 logger.exception("mmbroker: encoder outputs could not be looked up")
                 self.counts["lookup_errors"] += 1
-        for answer in (*self.answers.values(), *(ready for ready, _ in self._ahead.values()), *self._over):
-            if isinstance(answer, Found):
-                answer.held.drop()
+        for output in (*self.answers.values(), *self._ahead.values(), *self._over):
+            self._give_back(output)
 
     def _look_up(self) -> None:
-        batch: dict[str, Key | None] = {}
+        batch: list[tuple[Output, Key | None]] = []
         while self._asked and len(batch) < _BATCH:
-            identifier = self._asked.popleft()
-            batch[identifier] = self._key(identifier)
+            output = self._asked.popleft()
+            batch.append((output, self._key(output.identifier)))
         found: dict[str, Any] = {}
         try:
-            found = self._fetch({name: key for name, key in batch.items() if key is not None})
+            found = self._fetch({output.identifier: key for output, key in batch if key is not None})
         finally:
-            for identifier in batch:
-                held = found.get(identifier)
-                self._enter(identifier, ABSENT if held is None else Found(held))
-                self._expected.discard(identifier)
+            for output, _ in batch:
+                output.answered(found.pop(output.identifier, None))
+                if output.over:
+                    self._give_back(output)
 
-    def _enter(self, identifier: str, answer: Found | Absent) -> None:
-        if identifier in self.answers:  # asked twice
-            if isinstance(answer, Found):
-                self._over.append(answer)
-        elif identifier not in self._wants:
-            before = self._ahead.pop(identifier, None)
-            if before is not None and isinstance(before[0], Found):
-                self._over.append(before[0])
-            self._ahead[identifier] = answer, time.monotonic() + TIMEOUT
-            if identifier in self._wants:  # since a moment ago: it may have come too early for this answer
-                ready = self._ahead.pop(identifier, None)
-                if ready is not None:
-                    self.answers[identifier] = ready[0]
-        else:
-            self.answers[identifier] = answer
-            if identifier not in self._wants and self.answers.get(identifier) is answer:
-                self._withdraw(identifier)
+    def _give_back(self, output: Output) -> None:
+        """Nobody wants it any more, or ever will."""
+        output.over = True
+        held, output.held = output.held, None
+        if held is not None:
+            held.drop()
 
     def _fetch(self, keys: dict[str, Key]) -> dict[str, Any]:
         """A hold for each key that is there, granted to all ranks of this engine."""
@@ -218,19 +214,19 @@ class Lookups:
         return found
 
     def _tidy(self) -> None:
-        """Drop what nobody wants any more, and see whether the session of what is held is still there."""
+        """Give back what nobody wants any more, and see whether the session of what is held is still there."""
         now = time.monotonic()
-        for identifier, (_, until) in list(self._ahead.items()):
-            if until <= now:
-                ready = self._ahead.pop(identifier, None)
-                if ready is not None and isinstance(ready[0], Found):
-                    self._over.append(ready[0])
+        for output in list(self._ahead.values()):
+            if output.tokens is not None and output.until <= now:
+                ready = self._ahead.pop(output.identifier, None)
+                if ready is not None:
+                    self._give_back(ready)
         if (self.answers or self._ahead) and self._lost():
-            for answer in [*self.answers.values(), *(ready for ready, _ in list(self._ahead.values()))]:
-                if isinstance(answer, Found):
-                    answer.expires = min(answer.expires, now + _AFTERLIFE)
+            for output in [*self.answers.values(), *self._ahead.values()]:
+                if output.held is not None and output.expires is None:
+                    output.expires = now + _AFTERLIFE
         while self._over:
-            self._over.popleft().held.drop()
+            self._give_back(self._over.popleft())
 
     def _lost(self) -> bool:
         """Has the session of anything held been lost since this was last asked?"""

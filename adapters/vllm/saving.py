@@ -10,9 +10,10 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import mmbroker
+from mmbroker.adapters.span import Span
 from mmbroker.proto.errors import BrokerError
 from mmbroker.proto.keys import Key
 
@@ -26,6 +27,18 @@ _TIMEOUT: Final = 2.0
 _BATCH: Final = 32
 MODALITY: Final = "encoder output"
 
+#: What the encoder took for so many bytes.
+Took = tuple[Span, int]
+
+
+class Offer(NamedTuple):
+    """`written`: on a GPU, what tells when it is complete."""
+
+    identifier: str
+    tensor: Any
+    written: Any
+    took: Took | None
+
 
 class Saves:
     """`key`: of an identifier, None: it is not to be shared. `budget`: most bytes that wait. One thread offers."""
@@ -34,7 +47,7 @@ class Saves:
         self._key = key
         self._budget = budget
         self._client: Callable[[], mmbroker.Client | None] = lambda: None
-        self._waiting: deque[tuple[str, Any, Any]] = deque()
+        self._waiting: deque[Offer] = deque()
         self._offered = self._ended = 0  # bytes so far: each is written by one thread
         self._bell = threading.Event()
         self._stop = False
@@ -59,7 +72,7 @@ class Saves:
         """Bytes that wait."""
         return self._offered - self._ended
 
-    def offer(self, identifier: str, tensor: Any) -> None:
+    def offer(self, identifier: str, tensor: Any, took: Took | None = None) -> None:
         """Save a tensor that is not written any more. Never waits."""
         if self._client() is None:
             self.counts["save_absent"] += 1
@@ -69,7 +82,7 @@ class Saves:
             self._saying.count(f"{self.pending} bytes wait already, and save_mib allows {self._budget}")
             return
         self._offered += tensor.nbytes
-        self._waiting.append((identifier, tensor.detach(), _written(tensor)))
+        self._waiting.append(Offer(identifier, tensor.detach(), _written(tensor), took))
         self._bell.set()
 
     def close(self) -> None:
@@ -93,24 +106,27 @@ class Saves:
                     if not isinstance(error, BrokerError):
                         logger.exception("mmbroker: encoder outputs could not be saved")
                     self._saying.count(f"{type(error).__name__}: {error}", len(batch))
-                self._ended += sum(tensor.nbytes for _, tensor, _ in batch)
+                self._ended += sum(offer.tensor.nbytes for offer in batch)
                 del batch
 
-    def _put(self, batch: list[tuple[str, Any, Any]]) -> None:
+    def _put(self, batch: list[Offer]) -> None:
         keys: list[Key] = []
         tensors: list[Any] = []
-        for identifier, tensor, written in batch:
+        costs: list[int | None] = []
+        for identifier, tensor, written, took in batch:
             key = self._key(identifier)
             if key is not None and key not in keys:
                 if written is not None:
                     written.synchronize()
                 keys.append(key)
                 tensors.append(tensor)
+                costs.append(None if took is None else took[0].micros(tensor.nbytes, took[1]))
         client = self._client()
         if client is None:
             self.counts["save_absent"] += len(keys)
         elif keys:
-            for held in client.put_many(tensors, keys=keys, modality=MODALITY, timeout=_TIMEOUT):
+            options: Any = {"modality": MODALITY, "cost": costs, "timeout": _TIMEOUT}
+            for held in client.put_many(tensors, keys=keys, **options):
                 held.drop()  # it stays as a cache
             self.counts["saved"] += len(keys)
             self.counts["saved_bytes"] += sum(tensor.nbytes for tensor in tensors)

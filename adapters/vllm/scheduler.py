@@ -14,13 +14,16 @@ said that it is done.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from mmbroker.proto.reference import Reference
 
-from .lookups import ABSENT, TIMEOUT, Found, Lookups
+from .lookups import ABSENT, TIMEOUT, Lookups, Output
+
+logger = logging.getLogger("vllm.mmbroker")
 
 
 class Position(Protocol):
@@ -28,6 +31,9 @@ class Position(Protocol):
 
     offset: int
     length: int
+    is_embed: Any  # which of these are an encoder's, None: all
+
+    def get_num_embeds(self) -> int: ...
 
 
 class Feature(Protocol):
@@ -43,22 +49,13 @@ class Request(Protocol):
     request_id: str
     mm_features: Sequence[Any]
 
-    def get_num_encoder_embeds(self, input_id: int) -> int: ...
-
-
-class _Need:
-    """What one request needs: the features it is not past yet, of which `wanted` are looked up."""
-
-    __slots__ = ("end", "since", "wanted")
-
-    def __init__(self, end: int) -> None:
-        self.end = end
-        self.since = 0.0  # the wait began; 0: it has not
-        self.wanted: dict[int, str] = {}
-
 
 class SchedulerHalf:
-    """`bare` tells whether a feature came without its pixels. `consumes`: this engine may load."""
+    """`bare` tells whether a feature came without its pixels. `consumes`: this engine may load.
+
+    A step with 64 new requests may cost 50 us in all, which is some ten looks into dicts for each: so what is usual
+    comes first, in one piece, and what is not has methods of its own.
+    """
 
     def __init__(
         self,
@@ -69,84 +66,82 @@ class SchedulerHalf:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lookups = lookups
-        self._answers = lookups.answers
+        self._want = lookups.want
+        self._fitting = lookups.fitting
         self._bare = bare
         self._wait = wait
         self._consumes = consumes
         self._clock = clock
-        self._needs: dict[str, _Need] = {}
+        self._needs: dict[str, dict[str, Output]] = {}  # of each request what it wants, until it is past it
+        self._since: dict[str, float] = {}  # when a request that waits began to
         self._cached: set[str] = set()  # in vLLM's own encoder cache, as far as we were told
         self._loads: dict[str, Reference] = {}
         self._unavailable: set[str] = set()
-        self.counts = {"loads": 0, "unavailable": 0, "late": 0, "misfits": 0, "decide_ns": 0, "decisions": 0}
-
-    def has_cache_item(self, identifier: str) -> bool:
-        answer = self._answers.get(identifier)
-        return type(answer) is Found and answer.fits
+        self.counts = {"loads": 0, "unavailable": 0, "late": 0, "misfits": 0}
+        #: Will this be loaded, if it is needed in this step?
+        self.has_cache_item: Callable[[str], bool] = lookups.fitting.__contains__
 
     def ensure_cache_available(self, request: Request, computed: int) -> bool:
         """May the request be scheduled now? `computed` of its tokens are."""
-        need = self._needs.get(request.request_id)
-        if need is not None and computed >= need.end:
-            if need.wanted:
-                self._past(need)
-            return True
-        if not self._consumes:
-            return True
-        if request.request_id in self._unavailable:
-            return False
-        if need is None:
-            last = request.mm_features[-1].mm_position
-            need = self._needs[request.request_id] = _Need(last.offset + last.length)
-            if computed >= need.end:
+        try:
+            name, features = request.request_id, request.mm_features
+            position = features[-1].mm_position
+            if computed >= position.offset + position.length:
+                if name in self._needs:
+                    self._past(name)
                 return True
-        return self._ready(request, need, computed)
-
-    def _ready(self, request: Request, need: _Need, computed: int) -> bool:
-        ready = True
-        now = 0.0
-        for index, feature in enumerate(request.mm_features):
-            position = feature.mm_position
-            if position.offset + position.length <= computed:
-                continue
-            identifier = feature.identifier
-            if index not in need.wanted:
-                if identifier in self._cached and not self._bare(feature):
-                    continue  # vLLM has it, most likely; if not, its encoder runs
-                need.wanted[index] = identifier
-                self._lookups.want(identifier)
-            answer = self._answers.get(identifier)
-            if type(answer) is Found:
-                now = now or self._clock()
-                if answer.expires < now:
-                    self._lookups.renew(identifier)
-                    answer = None
-                elif answer.ref.shape[:1] != (request.get_num_encoder_embeds(index),):
-                    self.counts["misfits"] += 1
-                    self._lookups.refuse(identifier)
-                    answer = ABSENT
-            if type(answer) is Found:
-                answer.fits = True
-                continue
-            bare = self._bare(feature)
-            if answer is None:
-                now = now or self._clock()
-                need.since = need.since or now
-                if now - need.since < (TIMEOUT + 0.5 if bare else self._wait):
-                    ready = False
-                    continue
-                self.counts["late"] += 1
-            if bare:
-                self.counts["unavailable"] += 1
-                self._unavailable.add(request.request_id)
+            wanted = self._needs.get(name)
+            if wanted is None:
+                if not self._consumes:
+                    return True
+                wanted = self._needs[name] = {}
+            if name in self._unavailable:
                 return False
-        if ready:
-            need.since = 0.0
-        return ready
+            ready = True
+            for feature in features:
+                position = feature.mm_position
+                if computed and position.offset + position.length <= computed:
+                    continue
+                identifier = feature.identifier
+                output = wanted.get(identifier)
+                if output is None:
+                    if identifier in self._cached and not self._bare(feature):
+                        continue  # vLLM has it, most likely; if not, its encoder runs
+                    output = wanted[identifier] = self._want(identifier)
+                tokens = position.length if position.is_embed is None else position.get_num_embeds()
+                if output.tokens == tokens and output.expires is None:
+                    self._fitting[identifier] = output
+                elif not self._goes_without(name, feature, tokens, wanted):
+                    ready = False
+            if ready and self._since:
+                self._since.pop(name, None)
+            return ready
+        except Exception:
+            logger.exception("mmbroker: request %s cannot be served", request.request_id)
+            self._unavailable.add(request.request_id)
+            return False
 
-    def give_up(self, request_id: str) -> None:
-        """Something is wrong with this request or with us: it fails alone."""
-        self._unavailable.add(request_id)
+    def _goes_without(self, name: str, feature: Feature, tokens: int, wanted: dict[str, Output]) -> bool:
+        """May a request go on though this feature of it is not simply there? Then its encoder runs, if need be."""
+        identifier, bare = feature.identifier, self._bare(feature)
+        output = wanted[identifier]
+        if output.tokens == tokens:  # but its session has been lost
+            if output.expires is None or self._clock() <= output.expires:
+                self._fitting[identifier] = output
+                return True
+            output = wanted[identifier] = self._lookups.renew(output)
+        elif output.tokens is not None and output.tokens != ABSENT:
+            self.counts["misfits"] += 1
+            self._lookups.refuse(output)
+        if output.tokens is None:
+            now = self._clock()
+            if now - self._since.setdefault(name, now) < (TIMEOUT + 0.5 if bare else self._wait):
+                return False
+            self.counts["late"] += 1
+        if bare:
+            self.counts["unavailable"] += 1
+            self._unavailable.add(name)
+        return not bare
 
     def take_unavailable_requests(self) -> set[str]:
         """Requests that cannot be served: vLLM fails them, and no others."""
@@ -156,12 +151,12 @@ class SchedulerHalf:
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         """vLLM has made room for a feature's encoder output."""
         identifier = request.mm_features[index].identifier
-        self._cached.add(identifier)
-        answer = self._answers.get(identifier)
-        if isinstance(answer, Found) and answer.fits and identifier not in self._loads:
-            self._loads[identifier] = answer.ref
-            self._lookups.hold(identifier)
-            self.counts["loads"] += 1
+        output = self._fitting.get(identifier)
+        if output is None:
+            self._cached.add(identifier)
+        elif identifier not in self._loads:
+            self._loads[identifier] = output.ref
+            output.wants += 1  # until it is loaded
 
     def build_loads(self, freed: Sequence[str]) -> list[tuple[str, Reference]]:
         """What the workers load in this step. `freed`: identifiers that have left vLLM's encoder cache."""
@@ -169,7 +164,13 @@ class SchedulerHalf:
         if not self._loads:
             return []
         loads, self._loads = self._loads, {}
+        self._cached.update(loads)
+        self.counts["loads"] += len(loads)
         return list(loads.items())
+
+    def forgotten(self) -> None:
+        """vLLM has emptied its encoder cache, without a word on what was in it."""
+        self._cached.clear()
 
     def loaded(self, identifiers: Sequence[str]) -> None:
         """All workers have loaded these."""
@@ -177,12 +178,13 @@ class SchedulerHalf:
             self._lookups.done(identifier)
 
     def request_finished(self, request_id: str) -> None:
-        need = self._needs.pop(request_id, None)
-        self._unavailable.discard(request_id)
-        if need is not None:
-            self._past(need)
+        if self._unavailable:
+            self._unavailable.discard(request_id)
+        if self._since:
+            self._since.pop(request_id, None)
+        if request_id in self._needs:
+            self._past(request_id)
 
-    def _past(self, need: _Need) -> None:
-        for identifier in need.wanted.values():
+    def _past(self, name: str) -> None:
+        for identifier in self._needs.pop(name):
             self._lookups.done(identifier)
-        need.wanted = {}

@@ -1,4 +1,5 @@
-"""Where the general plugin hooks vLLM: the factories of its processor caches, and its table of requests.
+"""Where the general plugin hooks vLLM: the factories of its processor caches, its table of requests, and what empties
+its encoder cache.
 
 They are no official points, so the versions that were tested are listed (`settings.VERSIONS`). On any other nothing is
 hooked; the connector then says why, if there is one. A hook does nothing for an engine that did not ask for a broker.
@@ -24,12 +25,14 @@ def install() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.multimodal.processing.processor import BaseMultiModalProcessor
     from vllm.renderers import base as renderers
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import async_llm, core, llm_engine, output_processor
 
     _hook(EngineArgs, "create_engine_config", _configure)
     _hook(renderers, "processor_cache_from_config", _sender)
     _hook(core, "engine_receiver_cache_from_config", _receiver)
     _hook(BaseMultiModalProcessor, "_cached_apply_hf_processor", _process)
+    _hook(Scheduler, "reset_encoder_cache", _forget)
     _hook(output_processor.OutputProcessor, "add_request", _add_request)
     _hook(output_processor.OutputProcessor, "process_outputs", _process_outputs)
     _hook(async_llm.AsyncLLM, "__init__", _begin)
@@ -98,6 +101,14 @@ def _process(original: Callable[..., Any], processor: Any, inputs: Any, *args: A
         return original(processor, inputs, *args)
     with serving(processor, inputs):
         return original(processor, inputs, *args)
+
+
+def _forget(original: Callable[[Any], None], scheduler: Any) -> None:
+    """AROUND `Scheduler.reset_encoder_cache`: what it has forgotten can be had from the broker again."""
+    original(scheduler)
+    forgotten = getattr(scheduler.get_ec_connector(), "forgotten", None)
+    if forgotten is not None:
+        forgotten()
 
 
 def _begin(original: Callable[..., Any], front_end: Any, *args: Any, **kwargs: Any) -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
+import torch
+
 import mmbroker
+from mmbroker.adapters.span import Span
 from mmbroker.proto.reference import Reference
 
 from .joining import Joining
@@ -32,6 +35,8 @@ class WorkerHalf:
         self._table: mmbroker.FeatureTable | None = None
         self._loaded: list[str] = []
         self._saves = saves
+        self._span: Span | None = None
+        self._made: dict[str, Any] = {}
         self.counts = {"worker_loads": 0, "worker_load_errors": 0}
         self._joining = Joining(path, f"{engine}/worker-{rank}", self._attach, self.stats)
         if saves is not None:
@@ -61,9 +66,26 @@ class WorkerHalf:
                 self.counts["worker_loads"] += 1
             self._loaded.append(identifier)
 
-    def save(self, cache: MutableMapping[str, Any], identifier: str) -> None:
+    def encoding(self) -> None:
+        """The encoder runs now: what it takes is what its outputs are worth to the broker."""
         if self._saves is not None:
-            self._saves.offer(identifier, cache[identifier])
+            self._span = Span(torch.device(self._device))
+
+    def save(self, cache: MutableMapping[str, Any], identifier: str) -> None:
+        """The encoder has run in this step, and this is one of its outputs."""
+        if self._saves is not None:
+            if self._span is not None and not self._made:
+                self._span.stop()
+            self._made[identifier] = cache[identifier]
+
+    def encoded(self) -> None:
+        """The step's outputs are all there."""
+        span, made = self._span, self._made
+        self._span, self._made = None, {}
+        of = sum(tensor.nbytes for tensor in made.values())
+        for identifier, tensor in made.items():
+            assert self._saves is not None
+            self._saves.offer(identifier, tensor, None if span is None else (span, of))
 
     def take_loaded(self) -> list[str]:
         """What was loaded since this was last asked."""

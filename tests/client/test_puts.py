@@ -86,6 +86,25 @@ def test_a_batch_costs_two_round_trips(readonly: Rig, count: int) -> None:
         one.drop()
 
 
+@pytest.mark.parametrize(("cost", "stated"), [(None, [None] * 2), (7, [7, 7]), ([9, None], [9, None])])
+def test_a_batch_states_what_each_feature_takes_to_make(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, cost: Any, stated: list[int | None]
+) -> None:
+    sealed: list[int | None] = []
+    seal = rig.client._own.seal
+
+    def noted(leases: Any, *args: Any) -> Any:
+        sealed.extend(lease.cost for lease in leases)
+        return seal(leases, *args)
+
+    monkeypatch.setattr(rig.client._own, "seal", noted)
+    for held in rig.client.put_many([torch.randn(10), torch.randn(20)], cost=cost):
+        held.drop()
+    assert sealed == stated
+    with pytest.raises(ValueError, match=r"2 feature\(s\), and what 1 of them cost"):
+        rig.client.put_many([torch.randn(10), torch.randn(20)], cost=[3])
+
+
 def test_an_empty_batch_costs_nothing(readonly: Rig) -> None:
     before = readonly.client.stats().get("calls", 0)
     assert readonly.client.put_many([]) == []

@@ -12,6 +12,7 @@ import torch
 
 import mmbroker
 from mmbroker.adapters.sglang import consumer, encoding, measure, outputs, settings, uses
+from mmbroker.adapters.span import Span
 from mmbroker.proto.keys import Key
 from tests.kit import BrokerProcess, eventually
 
@@ -180,7 +181,7 @@ class FakeClient:
 
 def offer(shared: outputs.Outputs, mib: int, number: int = 0) -> None:
     tensor = torch.zeros(mib << 20, dtype=torch.uint8)
-    shared.offer(bytes([number]) * 32, tensor, "image", outputs.Span(None).stop(), tensor.nbytes)
+    shared.offer(bytes([number]) * 32, tensor, "image", Span(None).stop(), tensor.nbytes)
 
 
 def test_what_is_over_the_budget_is_dropped_and_counted(counted: Counted) -> None:

@@ -17,6 +17,10 @@ from tests.kit import eventually
 class Position:
     offset: int
     length: int
+    is_embed: Any = None
+
+    def get_num_embeds(self) -> int:
+        return self.length if self.is_embed is None else sum(self.is_embed)
 
 
 @dataclass
@@ -31,9 +35,6 @@ class Feature:
 class Request:
     request_id: str
     mm_features: Sequence[Feature]
-
-    def get_num_encoder_embeds(self, index: int) -> int:
-        return self.mm_features[index].mm_position.length
 
 
 def request(name: str, *identifiers: str, bare: bool = False, tokens: int = 4) -> Request:
@@ -104,7 +105,21 @@ class Scene:
         self.half = SchedulerHalf(self.lookups, is_bare, wait, clock=lambda: self.now)
 
     def answered(self, *identifiers: str) -> None:
-        eventually(lambda: all(i in self.lookups.answers for i in identifiers), "answers to lookups")
+        def there() -> bool:
+            outputs = [self.lookups.answers.get(identifier) for identifier in identifiers]
+            return all(output is not None and output.tokens is not None for output in outputs)
+
+        eventually(there, "answers to lookups")
+
+    def arrive(self, *identifiers: str) -> None:
+        """Requests that will want these are on their way for long enough."""
+        self.lookups.expect(list(identifiers))
+
+        def there() -> bool:
+            outputs = [self.lookups._ahead[identifier] for identifier in identifiers]
+            return all(output.tokens is not None for output in outputs)
+
+        eventually(there, "answers that wait for their requests")
 
     def until_ready(self, one: Request, computed: int = 0) -> None:
         eventually(lambda: self.half.ensure_cache_available(one, computed), "a request that can be scheduled")

@@ -113,18 +113,20 @@ def broken(config: Any) -> list[Any]:
 
     from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 
-    from mmbroker.adapters.vllm.connector import MMBrokerConnector
+    from mmbroker.adapters.vllm.connector import Loaded, MMBrokerConnector
 
     def breaks(*args: Any) -> Any:
         raise RuntimeError("a test has ordered so")
 
     one = MMBrokerConnector(config(), ECConnectorRole.SCHEDULER)
     half: Any = one.scheduler
-    for name in ("ensure_cache_available", "update_state_after_alloc", "loaded", "request_finished"):
-        setattr(half, name, breaks)
-    request = SimpleNamespace(request_id="r", mm_features=[])
+    half.loaded = half.request_finished = half.forgotten = breaks
+    request = SimpleNamespace(
+        request_id="r", mm_features=[]
+    )  # of no use to anyone: nobody has a last picture
     seen = [one.ensure_cache_available(request, 0), sorted(one.take_unavailable_requests())]
-    one.update_state_after_alloc(request, 0)
+    one.update_connector_output(SimpleNamespace(ec_connector_worker_meta=Loaded(["ab" * 32])))
+    one.forgotten()
     seen.append(one.request_finished(request))
     one.shutdown()
     return seen

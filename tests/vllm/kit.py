@@ -21,6 +21,8 @@ from tests import kit
 
 #: How long an engine may take to start, and to answer, in seconds.
 START, PATIENCE = 400.0, 120.0
+#: For engines that have two ranks or replicas: vLLM's CPU platform wants a node of memory for each.
+TWO_NODES = {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
 
 
 @cache
@@ -177,6 +179,16 @@ class Program:
         """With all its processes: they are a group of their own."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+@contextmanager
+def program(scratch: Path, probe: Probe, env: dict[str, str], **more: Any) -> Iterator[Program]:
+    """One that has started."""
+    engine = Program(scratch, probe, env, **more)
+    try:
+        yield engine.ready()
+    finally:
+        engine.close()
 
 
 @contextmanager

@@ -63,15 +63,25 @@ def times() -> None:
 
         return call
 
+    names = (
+        "has_cache_item",
+        "ensure_cache_available",
+        "update_state_after_alloc",
+        "update_connector_output",
+        "request_finished",
+    )
+
+    def timed_init(original: Any) -> Any:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            for name in names:
+                setattr(self, name, timed(getattr(self, name)))
+            self.build_connector_meta = timed_build(self.build_connector_meta)
+
+        return init
+
     for connector in (ECExampleConnector, MMBrokerConnector):
-        for name in (
-            "has_cache_item",
-            "ensure_cache_available",
-            "update_state_after_alloc",
-            "request_finished",
-        ):
-            setattr(connector, name, timed(getattr(connector, name)))
-        connector.build_connector_meta = timed_build(connector.build_connector_meta)
+        connector.__init__ = timed_init(connector.__init__)
 
 
 def ordered(fault: str) -> bool:

@@ -32,7 +32,14 @@ def url(seed: int) -> str:
 
 
 class Server:
-    def __init__(self, scratch: Path, probe: kit.Probe, *flags: str, transfer: dict[str, Any] | None) -> None:
+    def __init__(
+        self,
+        scratch: Path,
+        probe: kit.Probe,
+        *flags: str,
+        transfer: dict[str, Any] | None,
+        env: dict[str, str] | None = None,
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -48,7 +55,7 @@ class Server:
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 command,
-                env=kit.environment(scratch, probe),
+                env={**kit.environment(scratch, probe), **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -106,9 +113,13 @@ class Server:
 
 @contextmanager
 def serving(
-    scratch: Path, probe: kit.Probe, *flags: str, transfer: dict[str, Any] | None
+    scratch: Path,
+    probe: kit.Probe,
+    *flags: str,
+    transfer: dict[str, Any] | None,
+    env: dict[str, str] | None = None,
 ) -> Iterator[Server]:
-    server = Server(scratch, probe, *flags, transfer=transfer)
+    server = Server(scratch, probe, *flags, transfer=transfer, env=env)
     try:
         yield server.ready()
     finally:

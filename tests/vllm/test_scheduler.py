@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mmbroker.adapters.vllm.lookups import TIMEOUT, Found
+from mmbroker.adapters.vllm.lookups import TIMEOUT
 from mmbroker.adapters.vllm.saying import Saying
 from tests.kit import Puppet, eventually
 
@@ -176,6 +176,31 @@ def test_what_does_not_fit_is_absent(scene: Callable[..., Scene]) -> None:
     s.half.request_finished("r")
 
 
+def test_what_does_not_fit_one_request_is_held_for_another(scene: Callable[..., Scene]) -> None:
+    """It may be on its way to the workers already."""
+    s, fits, misfit = scene("a"), request("fits", "a"), request("misfit", "a", tokens=7)
+    s.until_ready(fits)
+    assert s.schedule(fits) == ["a"]
+    assert s.half.ensure_cache_available(misfit, 0)
+    assert s.schedule(misfit) == [] and s.half.counts["misfits"] == 1
+    s.half.request_finished("misfit")
+    s.half.request_finished("fits")
+    assert [name for name, _ in s.half.build_loads([])] == ["a"]
+    assert s.client.holding == 1
+    s.half.loaded(["a"])
+    eventually(lambda: s.client.holding == 0, "the hold ends with the load")
+
+
+def test_a_hold_that_came_when_nobody_wanted_it_any_more(scene: Callable[..., Scene]) -> None:
+    s, one = scene("a"), request("r", "a")
+    s.client.gate.clear()
+    assert not s.half.ensure_cache_available(one, 0)
+    eventually(lambda: s.client.asked, "it is asked for")
+    s.half.request_finished("r")
+    s.client.gate.set()
+    eventually(lambda: s.client.held and s.client.holding == 0, "it is given back")
+
+
 def test_what_vllm_has_is_not_asked_for_until_it_is_freed(scene: Callable[..., Scene]) -> None:
     s = scene()
     for name in ("first", "second"):
@@ -190,6 +215,18 @@ def test_what_vllm_has_is_not_asked_for_until_it_is_freed(scene: Callable[..., S
     s.until_ready(third)
     assert len(s.client.asked) == 2
     s.half.request_finished("third")
+
+
+def test_what_vllm_has_forgotten_is_asked_for_again(scene: Callable[..., Scene]) -> None:
+    s, one = scene(), request("r", "a")
+    s.until_ready(one)
+    s.schedule(one)
+    s.half.request_finished("r")
+    s.half.forgotten()
+    again = request("again", "a")
+    assert not s.half.ensure_cache_available(again, 0)
+    s.until_ready(again)
+    s.half.request_finished("again")
 
 
 def test_a_preempted_request_asks_anew(scene: Callable[..., Scene]) -> None:
@@ -212,12 +249,12 @@ def test_an_answer_of_a_lost_session_is_asked_for_anew(scene: Callable[..., Scen
     s, one = scene("a"), request("r", "a")
     s.until_ready(one)
     found = s.lookups.answers["a"]
-    assert isinstance(found, Found)
     if loss == "gone":
         s.client.connected = False
     else:
         s.client.reconnects += 1
-    eventually(lambda: found.expires < float("inf"), "the loss is noticed")
+    eventually(lambda: found.expires is not None, "the loss is noticed")
+    assert found.expires is not None
     s.client.connected = True
     s.now = found.expires + 1
     assert not s.half.ensure_cache_available(one, 0)
@@ -237,8 +274,7 @@ def test_without_a_broker_nobody_waits(scene: Callable[..., Scene]) -> None:
 
 def test_what_was_asked_ahead_wakes_nobody(scene: Callable[..., Scene]) -> None:
     s, one = scene("a"), request("r", "a")
-    s.lookups.expect(["a"])
-    eventually(lambda: "a" in s.lookups._ahead, "the answer waits for its request")
+    s.arrive("a")
     assert s.half.ensure_cache_available(one, 0), "at first sight"
     assert s.schedule(one) == ["a"]
     assert not s.lookups._asked and s.client.asked == [["a"]]

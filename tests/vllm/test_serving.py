@@ -1,4 +1,4 @@
-"""`vllm serve` with two API servers."""
+"""More than one of something: `vllm serve` with two API servers, or two replicas, and an engine of two ranks."""
 
 from __future__ import annotations
 
@@ -50,3 +50,69 @@ def test_two_api_servers_preprocess_each_picture_once() -> None:
             assert server.ask([0]) == fresh[0], "without a broker it goes vLLM's own way"
             assert server.ask([1, 2]) == server.ask([1, 2])
             assert server.healthy()
+
+
+def test_what_one_replica_encoded_the_other_loads() -> None:
+    """Each has a scheduler and an encoder cache of its own; vLLM sends requests to whichever has fewer."""
+    with kit.scratch() as directory, kit.running_broker(directory / "broker") as broker:
+        probe = kit.Probe(directory)
+        transfer = kit.transfer(broker.directory, wait=60)
+        flags = ("--data-parallel-size", "2")  # and as many API servers
+        with serving.serving(directory, probe, *flags, transfer=transfer, env=kit.TWO_NODES) as server:
+
+            def joined() -> bool:
+                names = [session["name"].rpartition("/")[2] for session in broker.status()["sessions"]]
+                return names.count("scheduler") == 2 and {"items-0", "items-1"} <= set(names)
+
+            eventually(joined, "both replicas have joined", 30)
+            with probe.change() as change:
+                fresh = [server.ask([seed]) for seed in range(PICTURES)]
+                eventually(lambda: probe.count("saved") == PICTURES, "saves", 30)
+
+                def both_loaded() -> bool:
+                    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+                        again = list(pool.map(lambda seed: server.ask([seed]), range(PICTURES)))
+                    assert again == fresh
+                    replicas = {
+                        session["engine"]: session["tally"].get("vllm_worker_loads", 0)
+                        for session in broker.status()["sessions"]
+                        if session["name"].endswith("/worker-0")
+                    }
+                    return len(replicas) == 2 and all(replicas.values())
+
+                eventually(both_loaded, "each replica loads what the other has encoded", 60)
+            assert change["encoded"] == PICTURES
+            assert server.healthy()
+
+
+def test_two_ranks_load_what_one_of_them_saved() -> None:
+    with kit.scratch() as directory, kit.running_broker(directory / "broker") as broker:
+        probe = kit.Probe(directory)
+        arguments = {"ec_transfer_config": kit.transfer(broker.directory, wait=60), "tensor_parallel_size": 2}
+        with kit.program(directory, probe, kit.TWO_NODES, **arguments) as engine:
+            prompts = [[1], [2, 3]]
+
+            def joined() -> bool:
+                names = {session["name"].rpartition("/")[2] for session in broker.status()["sessions"]}
+                return {"scheduler", "worker-0", "worker-1"} <= names
+
+            eventually(joined, "all parts of the engine have joined", 30)
+            first = engine.ask(*prompts)
+            eventually(lambda: probe.count("saved") == 3, "saves", 30)
+
+            def all_loaded() -> bool:
+                """Unless the machine is so busy that an answer comes too late."""
+                engine.forget()
+                with probe.change() as change:
+                    assert engine.ask(*prompts) == first
+                return change["encoded"] == 0
+
+            eventually(all_loaded, "no rank encodes what is saved", kit.PATIENCE)
+            for rank in range(2):
+                role = f"/worker-{rank}"
+                eventually(
+                    lambda role=role: kit.tally(broker.status(), role).get("worker_loads", 0) >= 3,
+                    f"loads of {role}",
+                    30,
+                )
+            assert kit.tally(broker.status(), "/worker-1").get("saved", 0) == 0, "one rank saves"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mmbroker.adapters.fingerprint import derived_key, fingerprint
+from mmbroker.adapters.span import Span
 from mmbroker.adapters.vllm.joining import Joining
 from mmbroker.adapters.vllm.lookups import Lookups
 from mmbroker.adapters.vllm.saving import Saves
@@ -82,11 +83,13 @@ class Engine:
         loads = self.half.build_loads([])
         at("load")
         self.worker.load(self.cache, loads)
+        self.worker.encoding()
         for identifier in todo:
             if identifier not in self.cache:
                 self.encoded.append(identifier)
                 self.cache[identifier] = output(identifier)
                 self.worker.save(self.cache, identifier)
+        self.worker.encoded()
         at("use")
         for feature in one.mm_features:
             assert torch.equal(self.cache[feature.identifier], output(feature.identifier))
@@ -212,10 +215,36 @@ def test_a_pool_that_is_full_costs_the_save_alone(
     broker = start_broker(host_mib=4)
     one = engine(broker.directory, budget=64 << 20).joined()
     one.worker.save({"large": torch.zeros(2 << 20)}, "large")
+    one.worker.encoded()
     eventually(lambda: one.saves.counts["save_errors"] == 1, "a save that fails")
     assert one.saves.pending == 0
     assert one.serve(request("r", "a"))
     saved(one, 1)
+
+
+def test_what_the_encoder_took_is_stated_with_each_output(
+    broker: BrokerProcess, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the broker keeps longer what is dearer to make again: its share in what made all of the step's."""
+    monkeypatch.setattr(Span, "seconds", lambda span: 0.5)
+    one = engine(broker.directory).joined()
+    client, stated = one.worker._joining.client, []
+    assert client is not None
+    put_many = client.put_many
+
+    def noted(tensors: Any, **options: Any) -> Any:
+        stated.extend(options["cost"])
+        return put_many(tensors, **options)
+
+    monkeypatch.setattr(client, "put_many", noted)
+    one.worker.encoding()
+    for identifier, tokens in (("a", 3), ("b", 1)):
+        one.worker.save({identifier: output(identifier, tokens)}, identifier)
+    one.worker.encoded()
+    one.worker.save({"c": output("c")}, "c")  # nobody has said that the encoder runs
+    one.worker.encoded()
+    saved(one, 3)
+    assert stated == [375_000, 125_000, None]
 
 
 def test_without_a_broker_it_says_so_once_and_joins_later(
