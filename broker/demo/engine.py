@@ -35,6 +35,9 @@ CPU_ARGUMENTS: Final = (
 )
 CPU_ENVIRONMENT: Final = {
     "SGLANG_USE_CPU_ENGINE": "1",
+    # Threads that wait for each other at every operation of a tiny model cost far more than they save, all the more
+    # where several servers share the cores; and SGLang binds them to cores on some processors only.
+    "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",

@@ -1,0 +1,445 @@
+"""Whether a picture is ever taken for another one that is nearly the same: many through the adapter, each checked.
+
+    python bench/reuse.py [--pictures N] [--json FILE]
+
+SGLang's own processors, as servers with settings make them that are nearly the same: bounds that are off by one, other
+ways to resize, other versions of a library, another model. Each setting has two, as two engines of one model do. Pictures
+that are nearly the same (their bytes, their pixels, their palettes, what they say about being turned), each with options
+that are nearly the same, are asked of both, several at once, in an order drawn at random; all go by their derived keys
+through one real broker. What comes back is compared, bit for bit, with what the very processor that was asked makes of
+the picture by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import copy
+import hashlib
+import io
+import json
+import logging
+import os
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+if not __package__:  # run as a script: the package is this directory
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import mmbroker
+from bench import machine
+from bench.processes import Workshop
+from mmbroker.adapters.sglang import artifacts, holding, joining, settings, shaping
+from mmbroker.adapters.sglang.asking import Asking
+from mmbroker.demo import pictures
+from mmbroker.demo.engine import CPU_ENVIRONMENT
+from mmbroker.demo.model import tiny_model
+from mmbroker.proto.reference import is_reference
+
+ENGINE: Final = "engine"
+AT_ONCE: Final = 8
+SEED: Final = 0
+#: Width and height of most pictures: whole patches, so that a bound that is off by one tells.
+SIZE: Final = (112, 84)
+PIXELS: Final = SIZE[0] * SIZE[1]
+#: A request's wait for the broker, in seconds.
+WAIT: Final = 30.0
+
+
+# --- what is nearly the same ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server's settings, as far as they could matter to a picture. `attributes`: of the image processor."""
+
+    name: str
+    image: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    revision: str | None = None
+    pil: bool = False
+
+
+def servers() -> list[Server]:
+    """The plain one, those with one change, and those with one change of two kinds."""
+    mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+    edges = {"shortest_edge": 3136, "longest_edge": 12845056}
+    bounds = [
+        *(
+            Server(f"at most {pixels} pixels", {"max_pixels": pixels})
+            for pixels in range(PIXELS - 2, PIXELS + 3)
+        ),
+        *(
+            Server(f"at least {pixels} pixels", {"min_pixels": pixels})
+            for pixels in range(PIXELS - 2, PIXELS + 3)
+        ),
+        Server(f"at most {float(PIXELS)} pixels", {"max_pixels": float(PIXELS)}),
+        *(
+            Server(f"{name} {edges[name] + step}", attributes={"size": {**edges, name: edges[name] + step}})
+            for name in edges
+            for step in (-1, 1)
+        ),
+        *(
+            Server(
+                f"longest edge {PIXELS + step}", attributes={"size": {**edges, "longest_edge": PIXELS + step}}
+            )
+            for step in (-1, 0, 1)
+        ),
+    ]
+    ways = [
+        *(Server(f"resampled by {way}", attributes={"resample": way}) for way in (0, 1, 2)),
+        Server("another mean", attributes={"image_mean": [mean[0], mean[1], 0.40821072]}),
+        Server("means turned round", attributes={"image_mean": mean[::-1]}),
+        Server("another deviation", attributes={"image_std": [*std[:2], 0.2757771]}),
+        Server("rescaled by 1/256", attributes={"rescale_factor": 1 / 256}),
+        Server("not rescaled", attributes={"do_rescale": False}),
+        Server("not normalised", attributes={"do_normalize": False}),
+        Server("not resized", attributes={"do_resize": False}),
+        Server("colours as they are", attributes={"do_convert_rgb": False}),
+        Server("patches of 28", attributes={"patch_size": 28}),
+        Server("merged by one", attributes={"merge_size": 1}),
+        Server("by PIL", pil=True),
+    ]
+    about = [
+        Server("another revision", revision="main"),
+        Server("another configuration", config={"bos_token_id": 7}),
+        *(
+            Server(f"{name} 0.0.{n}", versions={name: f"0.0.{n}"})
+            for name in ("pillow", "torch")
+            for n in (1, 2)
+        ),
+        Server("a variable", environment={"SGLANG_IMAGE_MAX_PIXELS": str(PIXELS)}),
+        Server("another value of it", environment={"SGLANG_IMAGE_MAX_PIXELS": str(PIXELS - 1)}),
+    ]
+    both = [
+        replace(way, name=f"{way.name}, {bound.name}", image=bound.image)
+        for way in (*ways, *about)
+        for bound in bounds[:10:3]
+    ]
+    return [Server("plain"), *bounds, *ways, *about, *both]
+
+
+def album() -> dict[str, bytes]:
+    """Encoded pictures by what they are."""
+    from PIL import Image, PngImagePlugin
+
+    found: dict[str, bytes] = {}
+
+    def keep(name: str, picture: Any, kind: str = "PNG", **options: Any) -> None:
+        data = io.BytesIO()
+        picture.save(data, kind, **options)
+        found[name] = data.getvalue()
+
+    plain = pictures.generated(1, *SIZE)
+    keep("plain", plain)
+    for level in (1, 9):
+        keep(f"the same, compressed by {level}", plain, compress_level=level)
+    for step in (-1, 1):
+        keep(f"{step:+} wide", pictures.generated(1, SIZE[0] + step, SIZE[1]))
+        keep(f"{step:+} high", pictures.generated(1, SIZE[0], SIZE[1] + step))
+    for place in ((0, 0), (SIZE[0] - 1, SIZE[1] - 1)):
+        other = plain.copy()
+        red, green, blue = other.getpixel(place)
+        other.putpixel(place, (red ^ 1, green, blue))
+        keep(f"one bit at {place}", other)
+    gamma = PngImagePlugin.PngInfo()
+    gamma.add(b"gAMA", (45455).to_bytes(4, "big"))
+    keep("with a gamma", plain, pnginfo=gamma)
+    keep("turned over", plain.transpose(Image.Transpose.FLIP_LEFT_RIGHT))
+    for orientation in range(1, 9):
+        turned = Image.Exif()
+        turned[0x0112] = orientation
+        keep(f"JPEG, orientation {orientation}", plain, "JPEG", quality=95, exif=turned)
+        keep(f"PNG, orientation {orientation}", plain, exif=turned)
+    for quality in (94, 95):
+        keep(f"JPEG of {quality}", plain, "JPEG", quality=quality)
+    keep("JPEG in four colours", plain.convert("CMYK"), "JPEG", quality=95)
+    keep("WebP", plain, "WEBP", lossless=True)
+    for alpha in (0, 1, 128, 254, 255):
+        clear = plain.convert("RGBA")
+        clear.putalpha(alpha)
+        keep(f"alpha {alpha}", clear)
+    clear.putpixel((3, 3), (*clear.getpixel((3, 3))[:3], 254))
+    keep("alpha 254 at one place", clear)
+    grey = plain.convert("L")
+    keep("grey", grey)
+    keep("grey with alpha", grey.convert("LA"))
+    keep("black and white", grey.convert("1"))
+    keep("grey of 16 bits", grey.convert("I;16"))
+    indices = Image.frombytes("P", SIZE, bytes(n % 7 for n in range(PIXELS)))
+    for seed in (1, 2):
+        indices.putpalette(random.Random(seed).randbytes(21))
+        keep(f"palette {seed}", indices)
+        keep(f"palette {seed}, as a GIF", indices, "GIF")
+        for clear_one in (3, 4):
+            keep(f"palette {seed}, colour {clear_one} clear", indices, transparency=clear_one)
+    return found
+
+
+#: What a request says of its picture, beside its bytes.
+OPTIONS: Final[tuple[dict[str, Any], ...]] = (
+    {},
+    {"detail": "auto"},
+    {"detail": "low"},
+    {"detail": "high"},
+    {"max_dynamic_patch": 1},
+    {"max_dynamic_patch": 2},
+    {"preprocess_kwargs": {"max_pixels": PIXELS}},
+    {"preprocess_kwargs": {"max_pixels": PIXELS - 1}},
+)
+
+
+# --- a server of SGLang's, as far as it concerns pictures -----------------------------------------------------------
+
+
+class Engine:
+    """A processor of SGLang's with derived keys, as the plugin gives it some."""
+
+    def __init__(self, server: Server, asking: Asking) -> None:
+        from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
+        from sglang.srt.runtime_context import publish
+        from sglang.srt.server_args import ServerArgs
+
+        wrapped, config = _loaded(server.pil)
+        for name, value in server.attributes.items():
+            setattr(wrapped.image_processor, name, copy.deepcopy(value))
+        for name, value in server.config.items():
+            setattr(config, name, value)
+        args = ServerArgs(
+            model_path=str(tiny_model()),
+            revision=server.revision,
+            device="cpu",
+            mm_process_config={"image": dict(server.image)} if server.image else {},
+        )
+        args.resolve_once()
+        publish(args, role="tokenizer")
+        self.processor = QwenVLImageProcessor(config, args, wrapped, "default", skip_mm_pool=True)
+        versions = shaping.versions
+        with (
+            mock.patch.dict(os.environ, server.environment),
+            mock.patch.object(shaping, "versions", lambda *all: {**versions(*all), **server.versions}),
+        ):
+            found = artifacts.enable(self.processor, args, asking)
+        if found is None:
+            raise RuntimeError(f"SGLang's processor of {server.name!r} has no derived keys")
+        self.artifacts = found
+
+    def close(self) -> None:
+        self.processor.shutdown()
+
+    async def alone(self, media: Any) -> Any:
+        """What SGLang makes of it, without us."""
+        (made,) = await self.processor.prepare_media_artifacts_without_cache([media])
+        return made
+
+    async def shared(self, media: Any) -> Any:
+        """What comes by way of the broker; its feature may be a reference, that the current turn holds."""
+        original = type(self.processor).prepare_media_artifacts_without_cache
+        (made,) = await self.artifacts.prepare(original, [media], {})
+        return made
+
+    async def key(self, media: Any) -> bytes:
+        modality = self.processor._resolve_artifact_modality(None)
+        (snapshot,) = await self.artifacts._snapshots([media], modality)
+        key = self.artifacts._key(media, snapshot, modality)
+        if key is None:
+            raise RuntimeError("a picture in bytes has no derived key")
+        return key.value
+
+
+def _loaded(pil: bool) -> tuple[Any, Any]:
+    """The model's own processor and configuration, new."""
+    if pil not in _LOADED:
+        from transformers import AutoConfig, AutoProcessor
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        wrapped = AutoProcessor.from_pretrained(tiny_model())
+        if pil:
+            wrapped.image_processor = Qwen2VLImageProcessorPil.from_pretrained(tiny_model())
+        _LOADED[pil] = wrapped, AutoConfig.from_pretrained(tiny_model())
+    return copy.deepcopy(_LOADED[pil])
+
+
+_LOADED: Final[dict[bool, tuple[Any, Any]]] = {}
+
+
+# --- the check ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    server: int
+    picture: str
+    options: int
+
+    def media(self, album: Mapping[str, bytes]) -> Any:
+        from sglang.srt.utils import ImageData
+
+        url = "data:image/png;base64," + base64.b64encode(album[self.picture]).decode()
+        return ImageData(url=url, **copy.deepcopy(OPTIONS[self.options]))
+
+
+def cases(count: int, draw: random.Random, kinds: int, names: Sequence[str]) -> list[tuple[Case, int]]:
+    """Cases of which no two are the same, each for both engines of its settings, in any order."""
+    numbers = draw.sample(range(kinds * len(names) * len(OPTIONS)), count // 2)
+    found = []
+    for number in numbers:
+        rest, options = divmod(number, len(OPTIONS))
+        server, name = divmod(rest, len(names))
+        found += [(Case(server, names[name], options), engine) for engine in (0, 1)]
+    draw.shuffle(found)
+    return found
+
+
+class Ledger:
+    """What was asked for by which key, and what is the right answer to it."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._outputs: dict[bytes, set[bytes]] = {}
+        self._asked: dict[bytes, set[tuple[str, str, str]]] = {}
+
+    def note(self, asked: tuple[str, str, str], key: bytes, right: bytes, got: bytes, shared: bool) -> None:
+        self.counts["pictures"] += 1
+        self.counts["through the broker" if shared else "refused by SGLang"] += 1
+        self._outputs.setdefault(key, set()).add(right)
+        self._asked.setdefault(key, set()).add(asked)
+        if got != right:
+            self.wrong.append(f"{asked}: another one's")
+        elif len(self._outputs[key]) > 1:
+            self.wrong.append(f"{asked}: a key of two outputs")
+
+    def told(self) -> dict[str, Any]:
+        outputs = {output for found in self._outputs.values() for output in found}
+        return {
+            **self.counts,
+            "keys": len(self._outputs),
+            "outputs": len(outputs),
+            "asked for": len({asked for found in self._asked.values() for asked in found}),
+            "wrong": len(self.wrong),
+            "first wrong": self.wrong[:5],
+        }
+
+
+async def check(engine: Engine, case: Case, server: Server, media: Any, table: Any, ledger: Ledger) -> None:
+    """One picture, by way of the broker and without it."""
+    key = await engine.key(media)
+    with holding.Turn(None, WAIT, True):
+        got, shared = await _output(engine.shared, media, table)
+    right, _ = await _output(engine.alone, media, table)
+    ledger.note((server.name, case.picture, str(OPTIONS[case.options])), key, right, got, shared)
+
+
+async def _output(make: Callable[[Any], Any], media: Any, table: Any) -> tuple[bytes, bool]:
+    """A hash of all of an artifact that reaches the model, or of the reason why there is none."""
+    try:
+        made = await make(media)
+    except Exception as error:  # SGLang refuses some: then it does so in the same words
+        return hashlib.sha256(f"{type(error)} {error}".encode()).digest(), False
+    h = hashlib.sha256(f"{made.content_digest} {sorted(made.model_specific_data)}".encode())
+    for beside in (made.model_specific_data[name] for name in sorted(made.model_specific_data)):
+        h.update(f"{beside.dtype} {tuple(beside.shape)}".encode() + beside.numpy().tobytes())
+    if not is_reference(made.feature):
+        _add(h, made.feature)
+        return h.digest(), False
+    with table.take(made.feature) as use:
+        _add(h, use.tensor)
+    return h.digest(), True
+
+
+def _add(h: Any, feature: Any) -> None:
+    h.update(f"{feature.dtype} {tuple(feature.shape)}".encode() + feature.numpy().tobytes())
+
+
+@contextmanager
+def joined(path: str) -> Iterator[tuple[Asking, Any]]:
+    """A tokenizer's way to the broker, and a rank's table."""
+    joining_ = joining.Joining(settings.Settings(True, path, WAIT, ENGINE), "tokenizer")
+    with ExitStack() as stack:
+        stack.callback(joining_.close)
+        if not joining_.joined.wait(WAIT):
+            raise RuntimeError(f"the broker at {path} could not be joined")
+        rank = stack.enter_context(mmbroker.connect(path, name="rank"))
+        yield Asking(joining_, ENGINE), rank.attach(engine=ENGINE)
+
+
+async def run(path: str, count: int, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """So many pictures through the broker at `path`; what was found, with `wrong` to be zero."""
+    draw, kinds, shown, ledger = random.Random(SEED), servers(), album(), Ledger()
+    todo = cases(count, draw, len(kinds), list(shown))
+    engines: dict[tuple[int, int], Engine] = {}
+    with joined(path) as (asking, table), ExitStack() as stack:
+        for case, number in todo:
+            if (case.server, number) not in engines:
+                engines[case.server, number] = Engine(kinds[case.server], asking)
+                stack.callback(engines[case.server, number].close)
+        say(
+            f"{len(engines)} processors of {len(kinds)} settings, {len(shown)} pictures, {len(OPTIONS)} options"
+        )
+        for begin in range(0, len(todo), AT_ONCE):
+            await asyncio.gather(
+                *(
+                    check(
+                        engines[case.server, number],
+                        case,
+                        kinds[case.server],
+                        case.media(shown),
+                        table,
+                        ledger,
+                    )
+                    for case, number in todo[begin : begin + AT_ONCE]
+                )
+            )
+            if begin % 1000 < AT_ONCE:
+                say(f"{begin} of {len(todo)}")
+    return {
+        "settings": len(kinds),
+        "encoded pictures": len(shown),
+        "options": len(OPTIONS),
+        **ledger.told(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--pictures", type=int, default=10_000, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to this file, too")
+    options = parser.parse_args()
+    os.environ.update(CPU_ENVIRONMENT)
+    warnings.simplefilter("ignore")  # SGLang says much of what a machine without a GPU lacks
+    logging.getLogger("sglang").setLevel(logging.ERROR)
+    start = time.monotonic()
+    found: dict[str, Any] = {
+        "date": machine.date(),
+        "machine": machine.describe(),
+        "versions": machine.versions(),
+    }
+    with Workshop() as shop, shop.broker(host_mib=1024) as broker:
+        found |= asyncio.run(
+            run(broker.path, options.pictures, lambda text: print(text, file=sys.stderr, flush=True))
+        )
+        found["made once, for both"] = found["through the broker"] - broker.counters()["seals"]
+    found["seconds"] = round(time.monotonic() - start, 1)
+    print(json.dumps(found, indent=1))
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(found, indent=1) + os.linesep)
+    sys.exit(1 if found["wrong"] else 0)
+
+
+if __name__ == "__main__":
+    main()
