@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmbroker.proto import messages as m
@@ -53,7 +53,14 @@ def test_recorded_bytes_are_read_back(entry: dict[str, Any]) -> None:
 
 def test_there_is_a_sample_of_every_message() -> None:
     unions = (m.Lifeline, m.Body, m.Reply, m.Result, m.Downlink)
-    wanted = {t for union in unions for t in typing.get_args(union)} | {m.Call, m.Item, m.Sealing, m.Grant}
+    wanted = {t for union in unions for t in typing.get_args(union)} | {
+        m.Call,
+        m.Item,
+        m.Sealing,
+        m.Grant,
+        m.Wanted,
+        m.Worth,
+    }
     assert set().union(*(structs(message) for message in SAMPLES.values())) >= wanted
 
 
@@ -207,6 +214,7 @@ def test_any_bytes_are_read_or_refused(data: bytes, channel: str) -> None:
 
 
 @given(st.sampled_from(sorted(SAMPLES)), st.data())
+@settings(deadline=None)
 def test_damaged_messages_are_read_or_refused(sample: tuple[str, str], data: st.DataObject) -> None:
     damaged = bytearray(m.encode(SAMPLES[sample]))
     for _ in range(data.draw(st.integers(1, 4))):
