@@ -108,6 +108,7 @@ class Admission:
         found: list[Feature | None] = []
         fresh: dict[Place, Item] = {}
         flights: list[Place] = []
+        sought = False
         for item in request.items:
             place = (request.namespace, item.key)
             if item.promise and (item.promise not in promises or promises[item.promise].place != place):
@@ -122,12 +123,13 @@ class Admission:
                     return True
             elif request.lookup and place not in fresh and self.seeking.awaited(request, place, now):
                 flights.append(place)
+                sought = True
             elif (request.promise or not request.lookup) and place not in fresh:
                 if not item.promise and place in books.flights and self._awaits(request, item.key):
                     flights.append(place)
                 else:
                     fresh[place] = item
-        if flights and not fresh:
+        if flights and (sought or not fresh):
             request.reason, request.flights = Wait.FLIGHT, flights
             return False
         hits = {feature.number: feature for feature in found if feature is not None}

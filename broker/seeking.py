@@ -79,8 +79,9 @@ class Seeking:
     def awaited(self, request: Request, place: Place, now: float) -> bool:
         """Does a call for this key, which is missing, wait for the mover? It is sought if nobody has done so.
 
-        A call waits for what is sought when it comes, and so for `Mover.wait` in all, however often it is looked at;
-        and not if its own deadline comes first, as it would miss what it gets without a tier.
+        A call waits for all that is sought when it comes, even if it is going to be promised the rest; and so for
+        `Mover.wait` in all, however often it is looked at. It does not if its own deadline comes first, as it would
+        miss what it gets without a tier.
         """
         mover = self.movers.get(request.namespace)
         if mover is None or place[1].kind is not Kind.DERIVED or request.session == mover.session.number:

@@ -60,8 +60,8 @@ class Promise(_Message, frozen=True, tag="promise"):
     What nobody has or makes is `Due` from this client, of equal keys the first. If anything is, the answer comes at
     once, and what somebody else makes is `Pending`: keep the promises (`Create` with `Item.promise`, and seal) or give
     them back (`Abort`), then ask again. Otherwise the call waits for the others' promises and leases to be kept or to
-    end, and holds nothing while it waits. Whoever waits here must hold no promise or lease of the same work. A tier is
-    the first of the others, for a moment (`Tier`).
+    end, and holds nothing while it waits. Whoever waits here must hold no promise or lease of the same work. In any
+    case it waits, for a moment, for what a tier is asked (`Tier`).
     """
 
     keys: list[Key]

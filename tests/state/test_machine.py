@@ -533,7 +533,7 @@ class Life(RuleBasedStateMachine):
             "sessions",
             "ghosts",
             "engines",
-            "movers",
+            "tiers",
             "waiting",
         ):
             assert not report[books], f"{books}: {report[books]}"
