@@ -183,7 +183,7 @@ def _engines(report: Report) -> Samples:
 
 
 def _movers(report: Report) -> Samples:
-    is_open = [mover["open"] for mover in report["tiers"]]
+    is_open = [mover["open"] for mover in report["movers"]]
     yield ("open",), sum(is_open)
     yield ("closed",), len(is_open) - sum(is_open)
 
@@ -240,7 +240,7 @@ METRICS: Final = (
     _gauge("engines", "Engines; incomplete ones lack a rank.", _engines, ("state",)),
     _gauge("movers", "Clients that serve their namespace as a tier, by whether they are asked.", _movers, ("state",)),
     _gauge("sought", "Keys that are sought beyond this machine.",
-        lambda report: [((), sum(mover["sought"] for mover in report["tiers"]))]),
+        lambda report: [((), sum(mover["sought"] for mover in report["movers"]))]),
     _gauge("ranks", "Ranks, by where they read features.", _ranks, ("path",)),
     _gauge("ranks_lagging", "Ranks that have not acknowledged for too long.", _lagging),
     # what happened

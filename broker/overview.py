@@ -69,7 +69,7 @@ def overview(report: Report, before: Report | None = None, clients: int = 100) -
         "waiting_calls": report["waiting"][:10],
         "fallbacks": {reason: count for reason, count in fallbacks(told(report)).items() if count},
         "engines": report["engines"],
-        "movers": report["tiers"],
+        "movers": report["movers"],
         "clients": [_client(session) for session in _holders(report)[:clients]],
         "client_count": len(report["sessions"]) + len(report["ghosts"]),
     }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 #: What lists things by namespace, and what sums them up.
-_BY_NAMESPACE = ("arenas", "namespaces", "sessions", "ghosts", "engines", "tiers", "waiting", "largest")
+_BY_NAMESPACE = ("arenas", "namespaces", "sessions", "ghosts", "engines", "movers", "waiting", "largest")
 
 
 def within(report: dict[str, Any], namespace: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def make(broker: Broker, now: float, features: int) -> dict[str, Any]:
         "sessions": [_session(s, session_tag(books.boot, s.number), now) for s in living],
         "ghosts": [_session(s, session_tag(books.boot, s.number), now) for s in ghosts],
         "engines": [_engine(broker, engine, now) for engine in books.engines.values()],
-        "tiers": [_mover(mover) for mover in broker.seeking.movers.values()],
+        "movers": [_mover(mover) for mover in broker.seeking.movers.values()],
         "waiting": [_request(broker, r, now) for r in _waiting(broker)],
         "waiting_for": dict(Counter(request.reason.value for request in _all_waiting(broker).values())),
         "waiting_count": len(broker.admission.queue)

@@ -88,7 +88,7 @@ def show_status(report: Mapping[str, Any], to: Console | None = None) -> None:
         out.print(Text(f"NOT WELL: work is pending, and nothing has finished for {idle}", style="bold red"))
         for sentence in health["stuck"]:
             out.print(Text(f"-> {sentence}", style="red"))
-    parts = [_memory(report), _arenas(report), _sessions(report), *_engines(report), movers(report["tiers"])]
+    parts = [_memory(report), _arenas(report), _sessions(report), *_engines(report), movers(report["movers"])]
     parts.append(_waiting(report))
     for part in parts:
         if part is not None:

@@ -309,7 +309,7 @@ def test_status_and_top_show_the_tier(broker: BrokerProcess) -> None:
         wanted = mover.notice(m.Sought).wanted
         mover.call(m.Abort([one.promise for one in wanted if one.key == absent]))
         shown = [mmbroker(*verb).stdout for verb in (("status",), ("top", "--once"))]
-        (told,) = json.loads(mmbroker("status", "--json").stdout)["tiers"]
+        (told,) = json.loads(mmbroker("status", "--json").stdout)["movers"]
         mover.call(m.Tier(False))
         closed = mmbroker("status").stdout
     assert told["counts"] == {

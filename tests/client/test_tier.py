@@ -141,7 +141,7 @@ def test_a_movers_death_ends_the_wait(
         assert all(isinstance(one, mmbroker.Promise) for one in got[0])
         counters = broker.status()["counters"]
         assert (counters["tier_sought"], counters["tier_absent"]) == (2, 2) and "tier_late" not in counters
-        assert broker.status()["tiers"] == []
+        assert broker.status()["movers"] == []
         for one in got[0]:
             worker.put(torch.ones(3), key=one).drop()
 

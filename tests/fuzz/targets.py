@@ -220,7 +220,7 @@ class Machine:
             "holds",
             "waiting",
             "engines",
-            "tiers",
+            "movers",
             "quarantined",
             "timers",
         ):

@@ -533,7 +533,7 @@ class Life(RuleBasedStateMachine):
             "sessions",
             "ghosts",
             "engines",
-            "tiers",
+            "movers",
             "waiting",
         ):
             assert not report[books], f"{books}: {report[books]}"

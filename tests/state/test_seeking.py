@@ -51,7 +51,7 @@ def answers(peer: Peer, seq: int) -> list[str]:
 
 
 def counts(shell: Shell) -> dict[str, int]:
-    (told,) = shell.report()["tiers"]
+    (told,) = shell.report()["movers"]
     return {what: count for what, count in told["counts"].items() if count}
 
 
@@ -146,7 +146,7 @@ def test_the_movers_death_ends_what_it_was_asked_for(verb: str, alive: bool, ste
     mover.end(alive)
     assert answers(asker, seq) == [MISS[verb]] * 2
     report = shell.report()
-    assert report["leases"] == 0 and not report["tiers"]
+    assert report["leases"] == 0 and not report["movers"]
     assert report["promises"] == 2 * (verb == "promise") and not report["counters"].get("promises_broken")
     assert (report["quarantined"] == PAGE) == (alive and step != "sought")
     if alive:
@@ -380,7 +380,7 @@ def test_there_is_one_in_a_namespace() -> None:
     assert "mover-1" in text and "'a'" in text
     tier(shell, namespace="b")
     first.ask(m.Tier(True, 0.5, 7, 3))
-    told = {t["namespace"]: t for t in shell.report()["tiers"]}
+    told = {t["namespace"]: t for t in shell.report()["movers"]}
     assert {what: told["a"][what] for what in ("open", "wait", "most", "reuse", "sought")} == {
         "open": True, "wait": 0.5, "most": 7, "reuse": 3, "sought": 0,
     }  # fmt: skip
@@ -405,7 +405,7 @@ def test_figures_that_make_no_sense_are_refused(figures: dict[str, Any], named: 
     assert named in shell.client().failure(m.Tier(True, **figures), "InvalidMessage").message
     mover = tier(shell)
     mover.failure(m.Tier(True, **figures), "InvalidMessage")
-    assert shell.report()["tiers"][0]["wait"] == WAIT, "what it said before stands"
+    assert shell.report()["movers"][0]["wait"] == WAIT, "what it said before stands"
 
 
 @pytest.mark.parametrize("work", ["promise", "lease", "rank", "waits"])
@@ -423,7 +423,7 @@ def test_who_is_at_work_is_no_tier(work: str) -> None:
             due(other, PICTURE)
             ask(peer, "promise", PICTURE)
     peer.failure(m.Tier(True), "InvalidMessage")
-    assert not shell.report()["tiers"]
+    assert not shell.report()["movers"]
 
 
 # --- reading and storing --------------------------------------------------------------------------------------------
