@@ -82,19 +82,25 @@ def test_another_users_things_are_not_in_the_status(
     with (
         RawClient(broker.directory, name="secret worker") as mine,
         RawClient(broker.directory, name="r") as rank,
+        RawClient(broker.directory, name="secret mover") as mover,
     ):
+        mover.call(m.Tier(True))
         rank.call(m.Attach("secret engine", 0, 1))
         put(mine, b"secret" + bytes(26))
         leased = lease_one(mine, 4096)
         mine.post(m.Seal([m.Sealing(leased.lease)], "secret engine"), timeout=60.0)
         told = eventually(lambda: not (s := broker.status(9))["health"]["ok"] and s, "a bad health")
-        assert "secret engine" in str(told) and len(told["largest"]) == 2
+        assert (
+            "secret engine" in str(told)
+            and "secret mover" in str(told["movers"])
+            and len(told["largest"]) == 2
+        )
         client = puppet(prefix=["setpriv", f"--reuid={NOBODY}", "--clear-groups"])
         client(f"c = RawClient(Path({str(broker.directory)!r}), name='guest')")
         status: dict[str, Any] = client("result = c.call(m.Status(9)).status")
     assert "secret" not in str(status)
     assert [session["name"] for session in status["sessions"]] == ["guest"]
-    for what in ("engines", "largest", "waiting", "ghosts", "arenas"):
+    for what in ("engines", "movers", "largest", "waiting", "ghosts", "arenas"):
         assert status[what] == [], what
     assert [n["namespace"] for n in status["namespaces"]] == [f"uid-{NOBODY}"]
     assert status["features"] == 2 and status["health"]["ok"] is False
