@@ -83,6 +83,7 @@ def test_what_is_not_there_either_is_a_miss_at_once(verb: str) -> None:
     assert (second in other.answers) == (verb == "lookup"), "whoever is second waits for the first's promise"
     assert counts(shell) == {"sought": 1, "absent": 1}
     assert shell.report()["promises"] == (verb == "promise")
+    assert not shell.counters()["promises_dropped"], "nobody had said that it would make it"
 
 
 @verbs
@@ -146,7 +147,7 @@ def test_the_movers_death_ends_what_it_was_asked_for(verb: str, alive: bool, ste
     assert answers(asker, seq) == [MISS[verb]] * 2
     report = shell.report()
     assert report["leases"] == 0 and not report["movers"]
-    assert report["promises"] == 2 * (verb == "promise")
+    assert report["promises"] == 2 * (verb == "promise") and not report["counters"].get("promises_broken")
     assert (report["quarantined"] == PAGE) == (alive and step != "sought")
     if alive:
         mover.gone()
@@ -171,6 +172,7 @@ def test_only_derived_keys_are_sought_and_only_by_lookups_and_promises() -> None
     assert answers(mover, ask(mover, "lookup", OTHER)) == ["Miss"], "its own"
     assert answers(asker, ask(asker, "lookup", PICTURE)) == ["Miss"], "it is being made"
     assert not mover.sought and not counts(shell)
+    assert shell.counters()["misses"] == 8, "of the others"
     asker.abort(leased)
     mover.failure(m.Promise([OTHER]), "InvalidMessage")
 
@@ -185,6 +187,45 @@ def test_creates_wait_for_what_is_sought_and_no_longer() -> None:
     assert seqs[1] not in writer.answers
     shell.advance(WAIT)
     assert isinstance(writer.answers[seqs[1]].results[0], m.Leased)  # type: ignore[union-attr]
+
+
+@verbs
+def test_nobody_waits_for_what_it_writes_unasked(verb: str) -> None:
+    shell = Shell()
+    mover, asker = tier(shell), shell.client()
+    leases = mover.lease(m.Item(PICTURE, form(1)))
+    seq = ask(asker, verb, PICTURE)
+    shell.advance(WAIT)
+    assert answers(asker, seq) == [MISS[verb]]
+    mover.seal(leases)
+    assert answers(asker, ask(asker, "lookup", PICTURE)) == ["Hit"]
+
+
+def test_a_lookup_that_waits_for_its_budget_does_not_wait_for_the_tier_again() -> None:
+    shell = Shell(client_budget_features=1)
+    asker, other = shell.client(), shell.client()
+    tier(shell)
+    (held,) = asker.put(m.Item(OTHER, form(1)))
+    seq = ask(asker, "lookup", OTHER, PICTURE, timeout=600.0)
+    shell.advance(10 * WAIT)
+    assert ask(other, "lookup", PICTURE) not in other.answers, "it is sought once more"
+    asker.drop(held)
+    assert answers(asker, seq) == ["Hit", "Miss"]
+
+
+def test_a_lookup_waits_for_the_tier_and_not_for_who_writes_beside_it() -> None:
+    """A client that the mover waits for in turn writes what is sought, too, rather than wait for ever."""
+    shell = Shell()
+    mover, asker, writer = tier(shell, wait=1.0), shell.client(), shell.client()
+    writer.lease(m.Item(OTHER, form(1)))
+    seq = ask(asker, "lookup", PICTURE)
+    mover.create(m.Item(OTHER, form(1)), timeout=60.0)
+    second = writer.create(m.Item(PICTURE, form(1)))
+    shell.advance(0.5)
+    assert isinstance(writer.answers[second].results[0], m.Leased)  # type: ignore[union-attr]
+    assert seq not in asker.answers
+    shell.advance(0.5)
+    assert answers(asker, seq) == ["Miss"]
 
 
 @verbs
@@ -433,6 +474,24 @@ def test_one_that_owes_an_acknowledgement_is_no_standstill() -> None:
     ask(mover, "lookup", PICTURE, to="tier", timeout=600.0)
     shell.advance(60.0)
     assert shell.report()["health"]["ok"]
+
+
+def test_engines_see_what_they_have_from_it() -> None:
+    """What it brings is its own first; what it only looks at is not."""
+    shell = Shell()
+    shell.engine("engine")
+    mover, maker = tier(shell), shell.client()
+    mover.prompt = True
+    mover.attach("tier")
+    maker.put(m.Item(OTHER, form(1)))
+    ask(mover, "lookup", OTHER, to="tier")
+    for of in (OTHER, PICTURE):
+        seq = ask(maker, "lookup", of, to="engine")
+        if of is PICTURE:
+            fetched(mover)
+        assert answers(maker, seq) == ["Hit"]
+    (engine,) = (one for one in shell.report()["engines"] if one["engine"] == "engine")
+    assert engine["reused"] == [{"engine": "tier", "features": 1, "bytes": PAGE}]
 
 
 def test_it_is_told_of_what_is_made_here_and_of_its_use() -> None:
