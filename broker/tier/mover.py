@@ -1,0 +1,271 @@
+"""The mover: a desk at a broker, a store, and threads between them.
+
+Fetching has as many threads as may be sought at once, made when they are needed; what is stuck in the store keeps its
+thread, and counts. Storing has one thread, and a backlog. A third looks after the store when nothing else does: it asks
+from time to time whether it is there, and tries again when it was left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from mmbroker.connection import Connection
+from mmbroker.link import Link
+from mmbroker.proto.messages import Wanted, Worth
+
+from . import objects
+from .breaker import Breaker, State
+from .desk import Desk, Terms
+from .fetch import Fetcher
+from .keep import Keeper
+from .policy import MIB, Backlog, Bucket, Policy, Stored
+from .registry import Registry, Scratch
+from .store import Store, StoreError
+
+log = logging.getLogger("mmbroker")
+
+#: How often the store is asked whether it is there while nothing else is asked of it, in seconds.
+HEALTH: Final = 5.0
+#: A call that takes so many times the wait for a feature is a failure, also while it has not returned.
+SLOW: Final = 5
+
+
+@dataclass(frozen=True)
+class Options:
+    """`write_rate`: bytes per second that may be stored. `namespace`: what they go by in the store; empty: as here.
+    `health`: how often the store is asked whether it is there, in seconds."""
+
+    terms: Terms = field(default_factory=Terms)
+    policy: Policy = field(default_factory=Policy)
+    write_rate: float = 256.0 * MIB
+    namespace: str = ""
+    health: float = HEALTH
+
+
+class Mover:
+    """Moves features between a broker, by way of a link of its own, and a store, until `close`.
+
+    `wall`: seconds since the epoch. The store is the caller's, and stays open.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        store: Store,
+        options: Options,
+        wall: Callable[[], float],
+        breaker: Breaker | None = None,
+    ) -> None:
+        self.namespace = options.namespace or link.namespace
+        self.options = options
+        self._store = store
+        self._breaker = breaker or Breaker()
+        self._changed = threading.Condition()  # guards all below, and wakes the threads
+        self._closing = False
+        self._asked: deque[tuple[Connection, Wanted, float]] = deque()
+        self._running: dict[
+            int, float
+        ] = {}  # by number of the fetch: since when; negative: counted as a failure
+        self._numbers = 0
+        self._fetchers = 0
+        self._backlog = Backlog(Bucket(options.write_rate, time.monotonic()))
+        self._stored = Stored()
+        self._heard = time.monotonic()  # of the store
+        registry = Registry(store)
+        scratch = Scratch(registry, options.terms.most + 1)
+        self.desk = Desk(link, registry, options.terms)
+        shared = (self.desk, store, scratch, self.namespace, self._judge, wall)
+        self._patience = SLOW * options.terms.wait
+        self._fetcher = Fetcher(*shared, self._patience)
+        self._keeper = Keeper(*shared, options.policy.ttl)
+        self.desk.on_sought = self._sought
+        self.desk.on_fresh = self._fresh
+        for work in (self._keep, self._look_after):
+            threading.Thread(target=work, name=f"mmbroker-tier{work.__name__}", daemon=True).start()
+
+    def close(self) -> None:
+        """End the session, and the threads as soon as the store lets go of them. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self.desk.link.close()
+
+    @property
+    def stuck(self) -> bool:
+        """Is a thread in the store that has been there for too long?"""
+        with self._changed:
+            return any(since < 0 for since in self._running.values())
+
+    @property
+    def state(self) -> State:
+        """Of the breaker."""
+        return self._breaker.state
+
+    # --- from the store ---------------------------------------------------------------------------------------------
+
+    def _sought(self, connection: Connection, wanted: list[Wanted]) -> None:
+        now = time.monotonic()
+        busy: list[Wanted] = []
+        with self._changed:
+            self._count_stuck(now)
+            for one in wanted:
+                if self._breaker.state is not State.CLOSED or self._full():
+                    busy.append(one)
+                    continue
+                self._asked.append((connection, one, now))
+                if self._fetchers - len(self._running) < len(self._asked):
+                    self._fetchers += 1
+                    threading.Thread(target=self._fetch, name="mmbroker-tier-fetch", daemon=True).start()
+            self._changed.notify_all()
+        for one in busy:
+            self.desk.count("busy")
+            self.desk.decline(connection, one)
+
+    def _full(self) -> bool:
+        return len(self._asked) + len(self._running) >= self.options.terms.most
+
+    def _count_stuck(self, now: float) -> None:
+        """What has not come back by now is a failure, once, though nobody has said so."""
+        patience = self._patience
+        for number, since in list(self._running.items()):
+            if since >= 0 and now - since > patience:
+                self._running[number] = -1.0
+                self._failed(now, f"it has not answered for {patience * 1e3:.0f} ms")
+
+    def _fetch(self) -> None:
+        while True:
+            with self._changed:
+                while not self._asked and not self._closing:
+                    self._changed.wait()
+                if self._closing:
+                    return
+                connection, wanted, since = self._asked.popleft()
+                self._numbers += 1
+                number = self._numbers
+                self._running[number] = time.monotonic()
+            try:
+                if time.monotonic() - since > self.options.terms.wait:
+                    self.desk.count("late")  # the broker has ended the promise
+                else:
+                    self._fetcher.fetch(connection, wanted)
+            except Exception:
+                log.exception("mmbroker tier: a fetch failed")
+                self.desk.decline(connection, wanted)
+            finally:
+                with self._changed:
+                    del self._running[number]
+
+    # --- to the store -----------------------------------------------------------------------------------------------
+
+    def _fresh(self, features: list[Worth]) -> None:
+        skipped = 0
+        with self._changed:
+            for worth in features:
+                known = objects.name_of(self.namespace, worth.key) in self._stored
+                if known or not self.options.policy.wants(worth):
+                    skipped += not known
+                else:
+                    self._backlog.add(worth)
+            self._changed.notify_all()
+        if skipped:
+            self.desk.count("put_skipped", skipped)
+
+    def _keep(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closing and not self._put_due():
+                    self._changed.wait(self._put_pause())
+                if self._closing:
+                    return
+                now = time.monotonic()
+                over = self._stored.over(now)
+                worth = self._backlog.take(now) if self._breaker.state is State.CLOSED else None
+            try:
+                for name in over:
+                    self._keeper.remove(name)
+                if worth is not None and self._keeper.keep(worth):
+                    self._remember(objects.name_of(self.namespace, worth.key), now)
+            except Exception:
+                log.exception("mmbroker tier: a feature could not be stored")
+
+    def _remember(self, name: str, now: float) -> None:
+        ttl = self.options.policy.ttl
+        with self._changed:
+            self._stored.add(name, None if ttl is None else now + ttl)
+
+    def _put_due(self) -> bool:
+        now = time.monotonic()
+        return self._stored.due(now) or (
+            self._breaker.state is State.CLOSED and self._backlog.left(now) == 0.0
+        )
+
+    def _put_pause(self) -> float | None:
+        """Seconds until there may be something to do, unless somebody says so before."""
+        now = time.monotonic()
+        pauses = [self._stored.left(now)]
+        if self._breaker.state is State.CLOSED:
+            pauses.append(self._backlog.left(now))
+        return min((pause for pause in pauses if pause is not None), default=None)
+
+    # --- how the store does -----------------------------------------------------------------------------------------
+
+    def _judge(self, wrong: str | None) -> None:
+        """The store did what it was asked in time (None), or not."""
+        now = time.monotonic()
+        with self._changed:
+            if wrong is None:
+                self._heard = now
+                self._breaker.succeeded()
+            else:
+                self._failed(now, wrong)
+
+    def _failed(self, now: float, wrong: str) -> None:
+        if self._breaker.failed(now, wrong):
+            log.warning("mmbroker tier: the store is left alone, and tried again by and by: %s", wrong)
+            self.desk.tell(False)
+            # Its master may have been started anew, and forgotten everything.
+            self._stored.clear()
+            self._changed.notify_all()
+
+    def _look_after(self) -> None:
+        while True:
+            with self._changed:
+                now = time.monotonic()
+                while not self._closing and (pause := self._probe_pause(now)) > 0:
+                    self._changed.wait(pause)
+                    now = time.monotonic()
+                if self._closing:
+                    return
+                trial = self._breaker.due(now)
+                self._heard = now
+            self._probe(trial)
+
+    def _probe_pause(self, now: float) -> float:
+        left = self._breaker.left(now)
+        return max(0.0, self._heard + self.options.health - now) if left is None else left
+
+    def _probe(self, trial: bool) -> None:
+        asked = time.monotonic()
+        wrong: str | None = None
+        try:
+            self._store.probe()
+            took = time.monotonic() - asked
+            if took > self._patience:
+                wrong = f"the store took {took * 1e3:.0f} ms to say that it is there"
+        except StoreError as error:
+            wrong = str(error)
+        if not trial:
+            self._judge(wrong)
+            return
+        with self._changed:
+            closed = self._breaker.tried(time.monotonic(), wrong)
+            self._changed.notify_all()
+        if closed:
+            log.warning("mmbroker tier: the store is asked again")
+            self.desk.tell(True)
