@@ -17,6 +17,7 @@ from typing import Final
 
 from mmbroker.connection import Connection
 from mmbroker.link import Link
+from mmbroker.proto.keys import Key
 from mmbroker.proto.messages import Wanted, Worth
 
 from . import objects
@@ -66,13 +67,12 @@ class Mover:
         self.options = options
         self._store = store
         self._breaker = breaker or Breaker()
-        self._changed = threading.Condition()  # guards all below, and wakes the threads
+        lock = threading.RLock()  # guards all below
+        self._work = threading.Condition(lock)  # for those who fetch
+        self._changed = threading.Condition(lock)  # for the two others
         self._closing = False
         self._asked: deque[tuple[Connection, Wanted, float]] = deque()
-        self._running: dict[
-            int, float
-        ] = {}  # by number of the fetch: since when; negative: counted as a failure
-        self._numbers = 0
+        self._running: dict[Key, float] = {}  # since when; negative: counted as a failure
         self._fetchers = 0
         self._backlog = Backlog(Bucket(options.write_rate, time.monotonic()))
         self._stored = Stored()
@@ -94,6 +94,7 @@ class Mover:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+            self._work.notify_all()
         self.desk.link.close()
 
     @property
@@ -115,14 +116,15 @@ class Mover:
         with self._changed:
             self._count_stuck(now)
             for one in wanted:
-                if self._breaker.state is not State.CLOSED or self._full():
+                # A key whose wait was over may be sought again while it is still being fetched.
+                if self._breaker.state is not State.CLOSED or self._full() or one.key in self._running:
                     busy.append(one)
                     continue
                 self._asked.append((connection, one, now))
                 if self._fetchers - len(self._running) < len(self._asked):
                     self._fetchers += 1
                     threading.Thread(target=self._fetch, name="mmbroker-tier-fetch", daemon=True).start()
-            self._changed.notify_all()
+                self._work.notify()
         for one in busy:
             self.desk.count("busy")
             self.desk.decline(connection, one)
@@ -132,34 +134,35 @@ class Mover:
 
     def _count_stuck(self, now: float) -> None:
         """What has not come back by now is a failure, once, though nobody has said so."""
-        patience = self._patience
-        for number, since in list(self._running.items()):
-            if since >= 0 and now - since > patience:
-                self._running[number] = -1.0
-                self._failed(now, f"it has not answered for {patience * 1e3:.0f} ms")
+        for key, since in self._running.items():
+            if since >= 0 and now - since > self._patience:
+                self._running[key] = -1.0
+                self._failed(now, f"it has not answered for {self._patience * 1e3:.0f} ms")
 
     def _fetch(self) -> None:
         while True:
-            with self._changed:
+            with self._work:
                 while not self._asked and not self._closing:
-                    self._changed.wait()
+                    self._work.wait()
                 if self._closing:
                     return
                 connection, wanted, since = self._asked.popleft()
-                self._numbers += 1
-                number = self._numbers
-                self._running[number] = time.monotonic()
+                again = wanted.key in self._running
+                if not again:
+                    self._running[wanted.key] = time.monotonic()
             try:
-                if time.monotonic() - since > self.options.terms.wait:
+                if again or time.monotonic() - since > self.options.terms.wait:
                     self.desk.count("late")  # the broker has ended the promise
+                    self.desk.decline(connection, wanted)
                 else:
                     self._fetcher.fetch(connection, wanted)
             except Exception:
                 log.exception("mmbroker tier: a fetch failed")
                 self.desk.decline(connection, wanted)
             finally:
-                with self._changed:
-                    del self._running[number]
+                with self._work:
+                    if not again:
+                        del self._running[wanted.key]
 
     # --- to the store -----------------------------------------------------------------------------------------------
 
@@ -229,6 +232,7 @@ class Mover:
         if self._breaker.failed(now, wrong):
             log.warning("mmbroker tier: the store is left alone, and tried again by and by: %s", wrong)
             self.desk.tell(False)
+            self.desk.count("breaker_opened")
             # Its master may have been started anew, and forgotten everything.
             self._stored.clear()
             self._changed.notify_all()

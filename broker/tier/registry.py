@@ -7,14 +7,16 @@ last view of it is gone.
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from mmbroker.mapping import Mapping
 
 from .objects import HEADER
-from .store import Store
+from .store import SETTLED, Store, StoreError
 
 
 class Place(NamedTuple):
@@ -53,18 +55,34 @@ class Registry:
 
 
 class Scratch:
-    """Room for so many headers at a time. Thread-safe."""
+    """Room for headers: for so many at a time, and as many that rest. Thread-safe.
+
+    After a call that failed the store may still write there, so that room is not used for a while.
+    """
 
     def __init__(self, registry: Registry, headers: int) -> None:
-        self._mapping = Mapping.private(headers * HEADER)
+        self._mapping = Mapping.private(2 * headers * HEADER)
         self._registry = registry
-        self._free = list(range(headers))
+        self._free = list(range(2 * headers))
+        self._resting: deque[tuple[float, int]] = deque()  # until when
 
     @contextmanager
     def header(self) -> Iterator[Place]:
-        """Room for one. There is always some if no more threads ask than headers were planned for."""
-        number = self._free.pop()
+        """Room for one. Raises `StoreError` if all of it is in use, or rests."""
+        now = time.monotonic()
+        while self._resting and self._resting[0][0] <= now:
+            with suppress(IndexError):  # another thread was faster
+                self._free.append(self._resting.popleft()[1])
+        try:
+            number = self._free.pop()
+        except IndexError:
+            raise StoreError("too many calls to the store have failed at once") from None
         try:
             yield self._registry.place(self._mapping, number * HEADER, HEADER)
-        finally:
+        except StoreError:
+            self._resting.append((time.monotonic() + SETTLED, number))
+            raise
+        except BaseException:
             self._free.append(number)
+            raise
+        self._free.append(number)
