@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from mmbroker.mapping import Mapping
@@ -65,18 +65,17 @@ class Scratch:
         self._registry = registry
         self._free = list(range(2 * headers))
         self._resting: deque[tuple[float, int]] = deque()  # until when
+        self._lock = threading.Lock()
 
     @contextmanager
     def header(self) -> Iterator[Place]:
         """Room for one. Raises `StoreError` if all of it is in use, or rests."""
-        now = time.monotonic()
-        while self._resting and self._resting[0][0] <= now:
-            with suppress(IndexError):  # another thread was faster
+        with self._lock:
+            while self._resting and self._resting[0][0] <= time.monotonic():
                 self._free.append(self._resting.popleft()[1])
-        try:
+            if not self._free:
+                raise StoreError("too many calls to the store have failed at once")
             number = self._free.pop()
-        except IndexError:
-            raise StoreError("too many calls to the store have failed at once") from None
         try:
             yield self._registry.place(self._mapping, number * HEADER, HEADER)
         except StoreError:
