@@ -28,6 +28,7 @@ from mmbroker.proto.messages import (
     Attached,
     Create,
     Created,
+    Detach,
     Drop,
     Found,
     Grant,
@@ -56,6 +57,8 @@ ENGINE: Final = "tier"
 #: How long the broker may take to answer, in seconds.
 PATIENCE: Final = 2.0
 _TALLY: Final = 1.0
+#: How long each step of an orderly end may take, in seconds.
+_FAREWELL: Final = 1.0
 
 _NOTHING: Final = Place(memoryview(b""), 0)
 
@@ -119,6 +122,7 @@ class Desk:
         link.on_fresh = lambda features: self.on_fresh(features)
         link.on_lost = self._session_lost
         link.on_connected = self._introduce
+        link.on_closing = self._take_leave
         link.chores = self._chores
         link.run(self._introduce, PATIENCE + 1)
 
@@ -299,6 +303,18 @@ class Desk:
         with self._lock:
             for number in [number for number in self._granted if number[0] == session]:
                 del self._granted[number]
+
+    def _take_leave(self) -> None:
+        """Give everything back, and wait until the broker has read it: what is still in a socket at its end is lost."""
+        self._next_tally = 0.0
+        self._chores(time.monotonic())
+        self.link.call(Detach(), _FAREWELL)  # before its answer comes what ends the holds that were dropped
+        session = self.link.session
+        with self._lock:
+            mine = [hold for number, hold in self._granted if number == session]
+        if settled := self._settled(mine):
+            self.link.cast(Settle(settled))
+        self.link.call(Lookup([]), _FAREWELL)
 
     def _chores(self, now: float) -> float:
         pause = _TALLY

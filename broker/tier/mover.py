@@ -33,6 +33,8 @@ log = logging.getLogger("mmbroker")
 
 #: How often the store is asked whether it is there while nothing else is asked of it, in seconds.
 HEALTH: Final = 5.0
+#: How long an orderly end may wait for the store, in seconds.
+_FAREWELL: Final = 5.0
 #: A call that takes so many times the wait for a feature is a failure, also while it has not returned.
 SLOW: Final = 5
 
@@ -86,15 +88,19 @@ class Mover:
         self._keeper = Keeper(*shared, options.policy.ttl)
         self.desk.on_sought = self._sought
         self.desk.on_fresh = self._fresh
-        for work in (self._keep, self._look_after):
-            threading.Thread(target=work, name=f"mmbroker-tier{work.__name__}", daemon=True).start()
+        self._keeping = threading.Thread(target=self._keep, name="mmbroker-tier-keep", daemon=True)
+        self._keeping.start()
+        threading.Thread(target=self._look_after, name="mmbroker-tier-look", daemon=True).start()
 
     def close(self) -> None:
-        """End the session, and the threads as soon as the store lets go of them. Idempotent."""
+        """End the session, and the threads as soon as the store lets go of them. Idempotent.
+
+        What is being stored is waited for, so that it is not held beyond the session; but not for long."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
             self._work.notify_all()
+        self._keeping.join(_FAREWELL)
         self.desk.link.close()
 
     @property
