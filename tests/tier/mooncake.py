@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -100,40 +101,33 @@ class MoverProcess:
     """`mmbroker tier` beside a broker; `ready` is its line, empty if it has ended instead."""
 
     def __init__(self, broker: BrokerProcess, master: str, *options: str) -> None:
-        self._errors = tempfile.TemporaryFile()
+        self._scratch = Path(tempfile.mkdtemp(prefix="mmb-", dir="/tmp"))
         command = [sys.executable, "-m", "mmbroker", "tier", "--master", master, "--address", HOST, *options]
-        self.process = subprocess.Popen(
-            command,
-            env=broker.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-        )
+        with open(self._scratch / "log", "wb") as log:
+            self.process = subprocess.Popen(
+                command, env=broker.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log
+            )
         assert self.process.stdout is not None
         readable, _, _ = select.select([self.process.stdout], [], [], 2 * PATIENCE)
         assert readable, f"neither ready nor ended: {self.errors()}"
         self.ready = self.process.stdout.readline().decode()
 
     def errors(self) -> str:
-        self._errors.seek(0)
-        return self._errors.read().decode()
+        """What it has written to stderr so far."""
+        return (self._scratch / "log").read_text()
 
     def stop(self) -> int:
-        """End it as an operator does; its exit code."""
-        if self.process.poll() is None:
-            self.process.terminate()
-        try:
-            return self.process.wait(PATIENCE)
-        finally:
-            self.kill()
+        """End it as an operator does; its exit code. `clean_up` follows."""
+        self.process.terminate()
+        return self.process.wait(PATIENCE)
 
-    def kill(self) -> None:
+    def clean_up(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
-        self._errors.close()
+        shutil.rmtree(self._scratch)
 
 
 def listeners(pid: int) -> list[int]:

@@ -39,13 +39,13 @@ def machines(master: Master) -> Iterator[list[tuple[BrokerProcess, MoverProcess]
             assert [mover.stop() for mover in movers] == [0, 0]
         finally:
             for mover in movers:
-                if mover.process.poll() is None:
-                    mover.kill()
+                mover.clean_up()
 
 
 def counted(broker: BrokerProcess, name: str) -> int:
-    """By clients of a broker."""
-    return int(broker.status()["clients"].get(f"tier_{name}", 0))
+    """By the mover of a broker."""
+    (mover,) = (session for session in broker.status()["sessions"] if session["name"] == "tier")
+    return int(mover["tally"].get(f"tier_{name}", 0))
 
 
 def share(one: BrokerProcess, other: BrokerProcess, name: str, value: torch.Tensor) -> mmbroker.Held:
