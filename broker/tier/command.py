@@ -111,6 +111,7 @@ def _store_options(command: _Command) -> _Command:
     type=click.Choice(("text", "json")),
     default="text",
     show_default=True,
+    envvar=["MMBROKER_TIER_LOG_FORMAT", "MMBROKER_LOG_FORMAT"],
     help="How to write the log.",
 )
 @click.pass_context

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -285,9 +285,12 @@ class Desk:
         self._late.append((time.monotonic() + SETTLED, slot))
         self.link.remind()
 
-    def decline(self, connection: Connection, wanted: Wanted) -> None:
-        """Give a promise back: the store has not got it. Never waits."""
-        self.link.cast(Abort([wanted.promise]), connection.session)
+    def decline(self, connection: Connection, wanted: Sequence[Wanted]) -> None:
+        """Give promises back: the store has not got these. Never waits.
+
+        All that are known to be absent in one go: who has asked for several is told to make the first ones then."""
+        if wanted:
+            self.link.cast(Abort([one.promise for one in wanted]), connection.session)
 
     def _untouch(self, slot: Slot) -> None:
         slot.place = _NOTHING

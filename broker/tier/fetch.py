@@ -23,7 +23,8 @@ _NO_ROOM: Final = (PoolFull, QuotaExceeded, DeadlineExceeded)
 
 
 class Fetcher:
-    """Fetches what is sought; any thread may. `judge` hears how the store did: None for well, else what was wrong.
+    """Fetches what is sought; any thread may. `judge` hears how the store did: None when it has moved bytes in
+    time, else what was wrong. That there is nothing says little: its master says so by itself.
     `wall`: seconds since the epoch, as on all machines. `patience`: seconds that the store has to say what it has."""
 
     def __init__(
@@ -44,6 +45,22 @@ class Fetcher:
         self._wall = wall
         self._patience = patience
 
+    def sift(self, connection: Connection, wanted: list[Wanted]) -> list[Wanted]:
+        """Those that the store has; the promises of the others are given back. Never raises what the store may."""
+        asked = time.monotonic()
+        try:
+            there = self._exist([objects.name_of(self._namespace, one.key) for one in wanted])
+        except StoreError as error:
+            self._judge(str(error))
+            self._desk.count("failed", len(wanted))
+            there = [False] * len(wanted)
+        else:
+            self._look_at_the_clock(asked)
+            self._desk.count("gets", there.count(False))
+            self._desk.count("misses", there.count(False))
+        self._desk.decline(connection, [one for one, has in zip(wanted, there, strict=True) if not has])
+        return [one for one, has in zip(wanted, there, strict=True) if has]
+
     def fetch(self, connection: Connection, wanted: Wanted) -> None:
         """Keep a promise, or give it back. Never raises what the store or the broker may."""
         name = objects.name_of(self._namespace, wanted.key)
@@ -58,7 +75,7 @@ class Fetcher:
             self._discard(name, "altered")
             header = None
         if header is None:
-            self._desk.decline(connection, wanted)
+            self._desk.decline(connection, [wanted])
             return
         try:
             slot = self._desk.lease(connection, wanted, header.form)
@@ -66,7 +83,7 @@ class Fetcher:
             self._desk.count("late")
             return
         except BrokerError as error:
-            self._desk.decline(connection, wanted)
+            self._desk.decline(connection, [wanted])
             self._desk.count("no_room" if isinstance(error, _NO_ROOM) else "refused")
             return
         if slot is None:
@@ -79,11 +96,9 @@ class Fetcher:
         asked = time.monotonic()
         with self._scratch.header() as room:
             there = self._read_header(name, room.address)
-            took = time.monotonic() - asked
+            in_time = self._look_at_the_clock(asked)
             header = objects.decode(room.view, wanted.key) if there else None
-        if took > self._patience:
-            self._judge(f"the store took {took * 1e3:.0f} ms to say what it has")
-        else:
+        if there and in_time:
             self._judge(None)
         if header is None:
             self._desk.count("misses")
@@ -121,7 +136,17 @@ class Fetcher:
             self._desk.count("hits")
             self._desk.count("get_bytes", header.form.nbytes)
 
+    def _look_at_the_clock(self, asked: float) -> bool:
+        """Has the store answered in time?"""
+        took = time.monotonic() - asked
+        if took > self._patience:
+            self._judge(f"the store took {took * 1e3:.0f} ms to say what it has")
+        return took <= self._patience
+
     # --- the steps --------------------------------------------------------------------------------------------------
+
+    def _exist(self, names: list[str]) -> list[bool]:
+        return self._store.exist(names)
 
     def _read_header(self, name: str, address: int) -> bool:
         return self._store.read(name, 0, address, HEADER)

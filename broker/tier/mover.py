@@ -51,6 +51,17 @@ class Options:
     health: float = HEALTH
 
 
+@dataclass(eq=False)
+class _Errand:
+    """What one thread is to fetch, or several features that it is to look for."""
+
+    connection: Connection
+    wanted: list[Wanted]
+    asked: float
+    started: float = 0.0
+    stuck: bool = False
+
+
 class Mover:
     """Moves features between a broker, by way of a link of its own, and a store, until `close`.
 
@@ -73,11 +84,13 @@ class Mover:
         self._work = threading.Condition(lock)  # for those who fetch
         self._changed = threading.Condition(lock)  # for the two others
         self._closing = False
-        self._asked: deque[tuple[Connection, Wanted, float]] = deque()
-        self._running: dict[Key, float] = {}  # since when; negative: counted as a failure
+        self._errands: deque[_Errand] = deque()
+        self._running: set[_Errand] = set()
+        self._wanted: set[Key] = set()  # of all errands
         self._fetchers = 0
         self._backlog = Backlog(Bucket(options.write_rate, time.monotonic()))
         self._stored = Stored()
+        self._storing: Key | None = None
         self._heard = time.monotonic()  # of the store
         registry = Registry(store)
         scratch = Scratch(registry, options.terms.most + 1)
@@ -107,7 +120,7 @@ class Mover:
     def stuck(self) -> bool:
         """Is a thread in the store that has been there for too long?"""
         with self._changed:
-            return any(since < 0 for since in self._running.values())
+            return any(errand.stuck for errand in self._running)
 
     @property
     def state(self) -> State:
@@ -118,57 +131,73 @@ class Mover:
 
     def _sought(self, connection: Connection, wanted: list[Wanted]) -> None:
         now = time.monotonic()
+        mine: list[Wanted] = []
         busy: list[Wanted] = []
         with self._changed:
             self._count_stuck(now)
+            closed = self._breaker.state is State.CLOSED
             for one in wanted:
                 # A key whose wait was over may be sought again while it is still being fetched.
-                if self._breaker.state is not State.CLOSED or self._full() or one.key in self._running:
+                fits = len(self._wanted) < self.options.terms.most and one.key not in self._wanted
+                if closed and fits:
+                    mine.append(one)
+                    self._wanted.add(one.key)
+                else:
                     busy.append(one)
-                    continue
-                self._asked.append((connection, one, now))
-                if self._fetchers - len(self._running) < len(self._asked):
-                    self._fetchers += 1
-                    threading.Thread(target=self._fetch, name="mmbroker-tier-fetch", daemon=True).start()
-                self._work.notify()
-        for one in busy:
-            self.desk.count("busy")
-            self.desk.decline(connection, one)
+            if mine:
+                self._send(_Errand(connection, mine, now))
+        if busy:
+            self.desk.count("busy", len(busy))
+            self.desk.decline(connection, busy)
 
-    def _full(self) -> bool:
-        return len(self._asked) + len(self._running) >= self.options.terms.most
+    def _send(self, errand: _Errand) -> None:
+        self._errands.append(errand)
+        if self._fetchers - len(self._running) < len(self._errands):
+            self._fetchers += 1
+            threading.Thread(target=self._fetch, name="mmbroker-tier-fetch", daemon=True).start()
+        self._work.notify()
 
     def _count_stuck(self, now: float) -> None:
         """What has not come back by now is a failure, once, though nobody has said so."""
-        for key, since in self._running.items():
-            if since >= 0 and now - since > self._patience:
-                self._running[key] = -1.0
+        for errand in self._running:
+            if not errand.stuck and now - errand.started > self._patience:
+                errand.stuck = True
                 self._failed(now, f"it has not answered for {self._patience * 1e3:.0f} ms")
 
     def _fetch(self) -> None:
         while True:
             with self._work:
-                while not self._asked and not self._closing:
+                while not self._errands and not self._closing:
                     self._work.wait()
                 if self._closing:
                     return
-                connection, wanted, since = self._asked.popleft()
-                again = wanted.key in self._running
-                if not again:
-                    self._running[wanted.key] = time.monotonic()
+                errand = self._errands.popleft()
+                errand.started = time.monotonic()
+                self._running.add(errand)
+            found: list[Wanted] = []
             try:
-                if again or time.monotonic() - since > self.options.terms.wait:
-                    self.desk.count("late")  # the broker has ended the promise
-                    self.desk.decline(connection, wanted)
-                else:
-                    self._fetcher.fetch(connection, wanted)
+                found = self._run(errand)
             except Exception:
                 log.exception("mmbroker tier: a fetch failed")
-                self.desk.decline(connection, wanted)
+                self.desk.decline(errand.connection, errand.wanted)
             finally:
                 with self._work:
-                    if not again:
-                        del self._running[wanted.key]
+                    self._running.discard(errand)
+                    self._wanted.difference_update(one.key for one in errand.wanted)
+                    for one in found:
+                        self._wanted.add(one.key)
+                        self._send(_Errand(errand.connection, [one], errand.asked))
+
+    def _run(self, errand: _Errand) -> list[Wanted]:
+        """Fetch one; of several, say which are to be fetched, each by a thread of its own."""
+        if time.monotonic() - errand.asked > self.options.terms.wait:
+            self.desk.count("late", len(errand.wanted))  # the broker has ended the promises
+            self.desk.decline(errand.connection, errand.wanted)
+            return []
+        if len(errand.wanted) > 1:
+            return self._fetcher.sift(errand.connection, errand.wanted)
+        self._fetcher.fetch(errand.connection, errand.wanted[0])
+        return []
 
     # --- to the store -----------------------------------------------------------------------------------------------
 
@@ -176,7 +205,9 @@ class Mover:
         skipped = 0
         with self._changed:
             for worth in features:
-                known = objects.name_of(self.namespace, worth.key) in self._stored
+                known = (
+                    worth.key == self._storing or objects.name_of(self.namespace, worth.key) in self._stored
+                )
                 if known or not self.options.policy.wants(worth):
                     skipped += not known
                 else:
@@ -195,18 +226,20 @@ class Mover:
                 now = time.monotonic()
                 over = self._stored.over(now)
                 worth = self._backlog.take(now) if self._breaker.state is State.CLOSED else None
+                self._storing = None if worth is None else worth.key
+            kept = False
             try:
                 for name in over:
                     self._keeper.remove(name)
-                if worth is not None and self._keeper.keep(worth):
-                    self._remember(objects.name_of(self.namespace, worth.key), now)
+                kept = worth is not None and self._keeper.keep(worth)
             except Exception:
                 log.exception("mmbroker tier: a feature could not be stored")
-
-    def _remember(self, name: str, now: float) -> None:
-        ttl = self.options.policy.ttl
-        with self._changed:
-            self._stored.add(name, None if ttl is None else now + ttl)
+            with self._changed:
+                self._storing = None
+                if worth is not None and kept:
+                    ttl = self.options.policy.ttl
+                    name = objects.name_of(self.namespace, worth.key)
+                    self._stored.add(name, None if ttl is None else now + ttl)
 
     def _put_due(self) -> bool:
         now = time.monotonic()
@@ -225,7 +258,7 @@ class Mover:
     # --- how the store does -----------------------------------------------------------------------------------------
 
     def _judge(self, wrong: str | None) -> None:
-        """The store did what it was asked in time (None), or not."""
+        """The store has moved bytes in time (None), or something was wrong with it."""
         now = time.monotonic()
         with self._changed:
             if wrong is None:
@@ -271,7 +304,8 @@ class Mover:
         except StoreError as error:
             wrong = str(error)
         if not trial:
-            self._judge(wrong)
+            if wrong is not None:
+                self._judge(wrong)
             return
         with self._changed:
             closed = self._breaker.tried(time.monotonic(), wrong)

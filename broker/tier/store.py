@@ -43,6 +43,9 @@ class Store(Protocol):
     def unregister(self, address: int) -> None:
         """No longer. Never raises."""
 
+    def exist(self, names: Sequence[str]) -> list[bool]:
+        """Which of these objects there are, in one call. Raises `StoreError`."""
+
     def read(self, name: str, offset: int, address: int, nbytes: int) -> bool:
         """Copy a part of an object to memory. False: there is no such object. Raises `Altered` for one that is shorter,
         `StoreError`; then the memory may still be written, for up to `SETTLED` seconds."""
@@ -118,8 +121,8 @@ class MooncakeStore:
         doorman.check(address)
         library = _load()
         self._master = master
-        self._store = library.MooncakeDistributedStore()
         try:
+            self._store = library.MooncakeDistributedStore()
             code = self._store.setup(address, "P2PHANDSHAKE", nbytes, 0, protocol, "", master)
             doorman.guard(address)
         except (TypeError, AttributeError, RuntimeError) as error:
@@ -138,6 +141,11 @@ class MooncakeStore:
     def unregister(self, address: int) -> None:
         self._store.unregister_buffer(address)
 
+    def exist(self, names: Sequence[str]) -> list[bool]:
+        codes = self._store.batch_is_exist(list(names))
+        self._check(min(codes), "did not say what it has")
+        return [code > 0 for code in codes]
+
     def read(self, name: str, offset: int, address: int, nbytes: int) -> bool:
         code = self._store.get_into_ranges([address], [[name]], [[[0]]], [[[offset]]], [[[nbytes]]])[0][0][0]
         if code == _ABSENT:
@@ -149,7 +157,7 @@ class MooncakeStore:
 
     def _ends_before(self, name: str, end: int) -> bool:
         """What its master says: a machine that cannot be reached gives the code of a bad parameter, too."""
-        return 0 <= self._store.get_size(name) < end
+        return 0 <= int(self._store.get_size(name)) < end
 
     def write(self, name: str, pieces: Sequence[tuple[int, int]]) -> None:
         addresses, sizes = [address for address, _ in pieces], [size for _, size in pieces]

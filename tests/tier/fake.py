@@ -36,6 +36,11 @@ class FakeStore:
         with self._changed:
             del self.registered[address]
 
+    def exist(self, names: Sequence[str]) -> list[bool]:
+        for name in names:
+            self._enter("exist", name)
+        return [name in self.objects for name in names]
+
     def read(self, name: str, offset: int, address: int, nbytes: int) -> bool:
         self._enter("read", name)
         self._check(address, nbytes)

@@ -90,7 +90,7 @@ class Machine:
 
     def tier(self) -> dict[str, Any]:
         """The broker's word on the tier."""
-        (found,) = self.status()["tiers"]
+        (found,) = self.status()["movers"]
         return dict(found)
 
     def count(self, name: str) -> int:
@@ -101,7 +101,7 @@ class Machine:
 
         def nothing() -> bool:
             status = self.status()
-            return not (status["leases"] or status["holds"] or status["tiers"][0]["sought"])
+            return not (status["leases"] or status["holds"] or status["movers"][0]["sought"])
 
         eventually(nothing, "books in balance")
 

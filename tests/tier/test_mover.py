@@ -104,6 +104,18 @@ def test_several_keys_at_once(here: Machine, store: FakeStore) -> None:
         one.drop()
 
 
+def test_of_several_keys_all_absent_ones_are_due_at_once(here: Machine, store: FakeStore) -> None:
+    for name in "ab":
+        stored(here, store, name)
+    got = here.worker.get_or_promise([key(name) for name in "axby"])
+    assert [isinstance(one, mmbroker.Promise) for one in got] == [False, True, False, True]
+    for one in got:
+        if one is not None:
+            one.drop()
+    eventually(lambda: here.count("hits") == 2, "the others have come")
+    assert here.worker.lookup(key("a")) and here.worker.lookup(key("b"))
+
+
 def test_a_lookup_finds_it_too(here: Machine, store: FakeStore) -> None:
     stored(here, store)
     held = here.worker.lookup(key("picture"))
@@ -256,6 +268,18 @@ def test_what_is_cheap_is_stored_when_it_is_reused(broker: BrokerProcess, store:
         store.wait(lambda: len(store.objects) == 2)
 
 
+def test_what_is_found_while_it_is_stored_is_stored_once(here: Machine, store: FakeStore) -> None:
+    with store.stuck("write") as entered:
+        here.make("picture", PICTURE)
+        assert entered.acquire(timeout=20)
+        assert here.ask("picture") is not None
+        told = here.tier()["counts"]["fresh"]
+        assert told == 2
+        here.make("another", PICTURE + 1)
+    store.wait(lambda: len(store.objects) == 2)
+    assert store.calls["write"] == 2
+
+
 def test_namespaces_in_the_store(broker: BrokerProcess, store: FakeStore) -> None:
     with machine(broker, store, namespace="team-a") as here:
         assert stored(here, store).startswith("mmb1/team-a/derived/")
@@ -356,7 +380,7 @@ def test_the_brokers_restart(start_broker: StartBroker, store: FakeStore) -> Non
         first.kill()
         again = start_broker()
         here.broker = again
-        eventually(lambda: again.status()["tiers"], "the mover is back")
+        eventually(lambda: again.status()["movers"], "the mover is back")
         eventually(lambda: here.worker.connected and here.engine.connected, "all are")
         assert equal(here.ask("picture"), PICTURE)
         here.balanced()
@@ -378,7 +402,7 @@ def test_the_mover_leaves_while_it_fetches(broker: BrokerProcess, store: FakeSto
         here.mover.close()
         assert asking.result() is None, "whoever waited goes on at once"
         store.trouble = lambda *_: None
-        assert not here.status()["tiers"]
+        assert not here.status()["movers"]
 
 
 def test_there_is_one_for_a_namespace(here: Machine, store: FakeStore) -> None:

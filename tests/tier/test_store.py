@@ -20,7 +20,10 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("library", "says"),
     [
-        (None, "Mooncake is not installed in this environment: pip install 'mooncake-transfer-engine-non-cuda==0.3"),
+        (
+            None,
+            "Mooncake is not installed in this environment: pip install 'mooncake-transfer-engine-non-cuda==0.3",
+        ),
         (
             "raise ImportError('libibverbs.so.1: cannot open shared object file')",
             "apt-get install libibverbs1 librdmacm1",
