@@ -113,7 +113,9 @@ def test_of_several_keys_all_absent_ones_are_due_at_once(here: Machine, store: F
         if one is not None:
             one.drop()
     eventually(lambda: here.count("hits") == 2, "the others have come")
-    assert here.worker.lookup(key("a")) and here.worker.lookup(key("b"))
+    for held in here.worker.lookup_many([key("a"), key("b")]):
+        assert held is not None
+        held.drop()
 
 
 def test_a_lookup_finds_it_too(here: Machine, store: FakeStore) -> None:
