@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import mmbroker
+from mmbroker.hashing import hash_threads
 from mmbroker.proto.digest import content_digest
 from mmbroker.proto.form import tensor_form
-from mmbroker.tensors import hash_threads
 
 from . import stats, ways
 from .processes import Workshop

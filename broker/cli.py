@@ -21,6 +21,7 @@ import click
 from mmbroker.proto.errors import BrokerError
 
 from .reach import NoBroker, connect, find, report, which
+from .tier.command import tier
 from .tools import TOOLS
 
 FAILED: Final = 1
@@ -298,5 +299,5 @@ def _when_unlocked(lock: Path) -> threading.Thread:
     return thread
 
 
-for tool in TOOLS:
+for tool in (*TOOLS, tier):
     main.add_command(tool)

@@ -32,6 +32,7 @@ from mmbroker.proto.messages import (
     Leased,
     Released,
     Reply,
+    Tier,
 )
 
 from . import spans
@@ -133,8 +134,8 @@ class Link(Receiver):
         """Tell the broker something; never waits, never fails. Forgotten if there is no session, or not `session`."""
         connection = self._connection
         if not (connection.lost or self.forked or session not in (None, connection.session)):
-            # These two are calls: nobody waits for their answers, but a broker that has not heard them is told again.
-            seq = next(self._numbers) if isinstance(body, (Detach, Released)) else 0
+            # These are calls: nobody waits for their answers, but a broker that has not heard them is told again.
+            seq = next(self._numbers) if isinstance(body, (Detach, Released, Tier)) else 0
             if seq:
                 self._unheard[seq] = body
             connection.post(connection.encode(seq, self.timeout, body))

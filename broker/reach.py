@@ -53,14 +53,14 @@ def _anothers(socket: Path) -> bool:
         return False
 
 
-def connect(directory: Path) -> Link:
+def connect(directory: Path, name: str = "mmbroker-cli", namespace: str | None = None) -> Link:
     from mmbroker.proto.errors import BrokerUnavailable
 
     from . import instance
     from .link import Link
 
     try:
-        return Link(directory, "mmbroker-cli", None, timeout=2.0)
+        return Link(directory, name, namespace, timeout=2.0)
     except BrokerUnavailable as error:
         if directory in instance.living(directory.parent):
             raise

@@ -163,6 +163,11 @@ class Receiver(ABC):
         return self._connection.session
 
     @property
+    def connection(self) -> Connection:
+        """The session's connection. For hooks."""
+        return self._connection
+
+    @property
     def namespace(self) -> str:
         return self._connection.namespace
 

@@ -7,10 +7,7 @@ they are: no value is ever converted.
 from __future__ import annotations
 
 import ctypes
-import os
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +18,8 @@ from mmbroker.proto.dtypes import ITEMSIZE
 from mmbroker.proto.form import Form, list_form, tensor_form
 from mmbroker.proto.keys import Digest
 from mmbroker.proto.reference import Reference
+
+from . import hashing
 
 _BY_NAME: Final = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
 _NAMES: Final = {dtype: name for name, dtype in _BY_NAME.items()}
@@ -66,7 +65,7 @@ class Source:
     def digest(self) -> Digest:
         """The content key. A tensor that is not contiguous, or not on the CPU, is copied first, once."""
         self._on_host = [t.cpu().contiguous().resolve_conj().resolve_neg() for t in self.tensors]
-        return content_digest(self.form, [_bytes_of(t) for t in self._on_host], _hash_pool.map)
+        return content_digest(self.form, [_bytes_of(t) for t in self._on_host], hashing.pool.map)
 
     def write(self, slot: memoryview) -> None:
         """Copy into a slot of the form's size, without the GIL."""
@@ -143,38 +142,6 @@ def export(
 
 
 # --- digests --------------------------------------------------------------------------------------------------------
-
-
-class _HashPool:
-    """A few threads that share the hashing of all features of this process, made when first needed."""
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._making = threading.Lock()
-
-    def map(self, leaf: Callable[[memoryview], bytes], chunks: Iterable[memoryview]) -> Iterable[bytes]:
-        todo = list(chunks)
-        if len(todo) < 2 or hash_threads() < 2:
-            return map(leaf, todo)
-        with self._making:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(hash_threads(), thread_name_prefix="mmbroker-hash")
-            pool = self._pool
-        return pool.map(leaf, todo)
-
-    def forget(self) -> None:
-        """In a forked child: the threads are the parent's."""
-        self._pool, self._making = None, threading.Lock()
-
-
-def hash_threads() -> int:
-    """How many threads hash: ``MMBROKER_HASH_THREADS``, else one a core, at most four."""
-    chosen = os.environ.get("MMBROKER_HASH_THREADS", "")
-    return max(1, int(chosen)) if chosen.isdecimal() else min(4, os.cpu_count() or 1)
-
-
-_hash_pool = _HashPool()
-os.register_at_fork(after_in_child=_hash_pool.forget)
 
 
 def digest(tensor: torch.Tensor | Sequence[torch.Tensor], modality: str = "image") -> Digest:

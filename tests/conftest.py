@@ -23,6 +23,7 @@ import uvloop
 import zmq
 
 from tests.kit import BrokerProcess, Leaks, Puppet, eventually
+from tests.tier import mooncake
 from tests.web import browser
 
 # A runner that was started with `nohup` would hand its deafness on to every process that a test starts.
@@ -61,6 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         absent.add("both")
     if browser.find() is None:
         absent.add("browser")
+    if not mooncake.installed():
+        absent.add("mooncake")
     out = [item for item in items if any(item.get_closest_marker(name) for name in absent)]
     if out:
         config.hook.pytest_deselected(items=out)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mmbroker
-from mmbroker import tensors
+from mmbroker import hashing
 from mmbroker.proto.digest import content_digest
 from mmbroker.proto.errors import DigestConflict
 from mmbroker.proto.form import list_form, tensor_form
@@ -155,8 +155,8 @@ def test_the_number_of_hashing_threads_does_not_matter(monkeypatch: pytest.Monke
     tensor = values(torch.uint8, ((5 << 20) + 17,))
     expected = content_digest(tensor_form("uint8", tensor.shape, "image"), [tensor.numpy().data])
     monkeypatch.setenv("MMBROKER_HASH_THREADS", threads)
-    pool = tensors._HashPool()
-    monkeypatch.setattr(tensors, "_hash_pool", pool)
+    pool = hashing.HashPool()
+    monkeypatch.setattr(hashing, "pool", pool)
     try:
         assert mmbroker.digest(tensor) == expected
     finally:

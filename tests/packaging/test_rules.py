@@ -180,7 +180,7 @@ def test_nothing_listens_on_a_network() -> None:
 
 
 #: Where people are shown a time of day.
-STAMPED = ("broker/logs.py", "broker/spans.py", "broker/web/site.py")
+STAMPED = ("broker/logs.py", "broker/spans.py", "broker/tier/command.py", "broker/web/site.py")
 
 
 def test_nothing_reads_the_wall_clock() -> None:
