@@ -40,6 +40,7 @@ def fleet(made: Fleet) -> Iterator[Fleet]:
     made.mend()
     made.serves()
     made.at_rest()
+    made.refresh()
     for host in made.processes().values():  # others than before, where some were killed
         before.children |= host
     before.check()

@@ -190,9 +190,9 @@ class Host:
         self.ask(*seeds, nbytes=nbytes)
         return self.answer()
 
-    def ask(self, *seeds: int, nbytes: int) -> None:
+    def ask(self, *seeds: int, nbytes: int, patient: bool = False) -> None:
         assert self.worker is not None
-        self.worker.post(f"result = worker.want({list(seeds)}, {nbytes})")
+        self.worker.post(f"result = worker.want({list(seeds)}, {nbytes}, {patient})")
 
     def answer(self) -> list[str]:
         assert self.worker is not None
@@ -309,10 +309,16 @@ class Fleet:
     def mend(self) -> None:
         """Everything is as it was before any test: the network, the master, a living mover for each broker."""
         self.mend_network_and_master()
-        ailing = [host for host in self.hosts.values() if host.options or not host.well]
-        for host in ailing:
+        self._start_movers([host for host in self.hosts.values() if host.options or not host.well])
+
+    def refresh(self) -> None:
+        """Others in the place of movers that have left the store alone: the next time they would do so for longer."""
+        self._start_movers([h for h in self.hosts.values() if "tier_breaker_opened" in h.tally()])
+
+    def _start_movers(self, hosts: list[Host]) -> None:
+        for host in hosts:
             host.start_mover()
-        for host in ailing:
+        for host in hosts:
             host.ready()
 
     def mend_network_and_master(self) -> None:

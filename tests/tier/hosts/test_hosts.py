@@ -105,7 +105,7 @@ def test_no_request_fails_and_nothing_is_lost_where_only_transfers_fail(fleet: F
     b, c = fleet.hosts["b"], fleet.hosts["c"]
     b.start_mover(*SOON)
     b.ready()
-    stored, new = fleet.seeds(6), fleet.seeds(6)
+    stored, new = fleet.seeds(3), fleet.seeds(3)
     fleet.stored(*stored, nbytes=SMALL)
     match fault:
         case "cut off from who has it":
@@ -116,9 +116,9 @@ def test_no_request_fails_and_nothing_is_lost_where_only_transfers_fail(fleet: F
             fleet.network.set(loss=0.2)
     for pair in zip(stored, new, strict=True):
         b.want(*pair, nbytes=SMALL)
+    fleet.network.heal()
     eventually(lambda: not b.imbalance(), "all is over", RECOVERY)
     assert "tier_altered" not in b.tally()
-    fleet.network.heal()
     assert c.want(*stored, nbytes=SMALL) == ["found"] * len(stored)
 
 

@@ -6,6 +6,9 @@ engine's rank does. For a `tests.puppet` process.
 
 from __future__ import annotations
 
+import threading
+import time
+
 import torch
 
 import mmbroker
@@ -38,8 +41,21 @@ class Worker:
         self._rank = mmbroker.connect(directory, name="rank", timeout=TIMEOUT)
         self._table = self._rank.attach(engine=engine, access="readonly")
 
-    def want(self, seeds: list[int], nbytes: int) -> list[str]:
-        """How each came: ``made`` here, or ``found``; ``wrong`` if its bytes, or what is beside it, are others."""
+    def want(self, seeds: list[int], nbytes: int, patient: bool = False) -> list[str]:
+        """How each came: ``made`` here, or ``found``; ``wrong`` if its bytes, or what is beside it, are others.
+
+        `patient`: the broker may die meanwhile; then it is asked again when it is back.
+        """
+        end = time.monotonic() + TIMEOUT
+        while True:
+            try:
+                return self._want(seeds, nbytes)
+            except mmbroker.BrokerError:
+                if not patient or time.monotonic() > end:
+                    raise
+                threading.Event().wait(0.01)
+
+    def _want(self, seeds: list[int], nbytes: int) -> list[str]:
         words = dict.fromkeys(seeds, "found")
         while True:
             got = self._client.get_or_promise([key_of(seed) for seed in seeds], to=self._engine)
