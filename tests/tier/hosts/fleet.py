@@ -182,6 +182,10 @@ class Host:
         shutil.rmtree(self.broker.directory, ignore_errors=True)
         self._start_broker()
         self.broker.wait_ready()
+        eventually(self._worker_is_back, "the worker has come back")
+
+    def _worker_is_back(self) -> bool:
+        return any(one["engine"] == "engine" and one["complete"] for one in self.broker.status()["engines"])
 
     # --- what its worker does ---------------------------------------------------------------------------------------
 
@@ -224,7 +228,9 @@ class Host:
 
     def has_stored(self, count: int, timeout: float = RECOVERY) -> None:
         """Wait until its mover says that it has stored so many."""
-        eventually(lambda: self.tally().get("tier_puts", 0) >= count, f"{count} are stored", timeout)
+        with suppress(AssertionError):
+            eventually(lambda: self.tally().get("tier_puts", 0) >= count, f"{count} are stored", timeout)
+        assert self.tally().get("tier_puts", 0) >= count, f"{count} are not stored: {self.tally()} {self.tier()}"
 
     def imbalance(self) -> str:
         """What its broker still has in its books, though nobody asks for anything."""
