@@ -28,8 +28,7 @@ SOON = ("--wait-ms", "20")
 @pytest.mark.parametrize("nbytes", [8, SMALL, LARGE, 38_400_000])
 def test_what_one_host_has_made_the_others_find(fleet: Fleet, nbytes: int) -> None:
     """Made once in all, though they ask at the same time; and a second time nobody asks the store."""
-    (seed,) = fleet.seeds(1)
-    fleet.stored(seed, nbytes=nbytes)
+    (seed,) = fleet.stored(1, nbytes)
     for name in "bc":
         fleet.hosts[name].ask(seed, nbytes=nbytes)
     for name in "bc":
@@ -42,8 +41,7 @@ def test_what_one_host_has_made_the_others_find(fleet: Fleet, nbytes: int) -> No
 
 def test_many_workers_of_a_host_ask_the_store_once(fleet: Fleet) -> None:
     """Single flight over the machine: who comes later waits behind the first."""
-    (seed,) = fleet.seeds(1)
-    fleet.stored(seed, nbytes=LARGE)
+    (seed,) = fleet.stored(1, LARGE)
     host = fleet.hosts["b"]
     before = host.sought()
     workers = [Puppet(fleet.network.prefix["b"]) for _ in range(3)]
@@ -86,8 +84,7 @@ def test_no_request_fails_for_want_of_the_store(fleet: Fleet, fault: str) -> Non
     host = fleet.hosts["b"]
     host.start_mover(*SOON)
     host.ready()
-    stored, new = fleet.seeds(12), fleet.seeds(12)
-    fleet.stored(*stored, nbytes=SMALL)
+    stored, new = fleet.stored(12, SMALL), fleet.seeds(12)
     FAULTS[fault](fleet)
     for pair in zip(stored[:6], new[:6], strict=True):
         host.want(*pair, nbytes=SMALL)
@@ -105,8 +102,7 @@ def test_no_request_fails_and_nothing_is_lost_where_only_transfers_fail(fleet: F
     b, c = fleet.hosts["b"], fleet.hosts["c"]
     b.start_mover(*SOON)
     b.ready()
-    stored, new = fleet.seeds(3), fleet.seeds(3)
-    fleet.stored(*stored, nbytes=SMALL)
+    stored, new = fleet.stored(3, SMALL), fleet.seeds(3)
     match fault:
         case "cut off from who has it":
             fleet.network.set(("b", "c"), ("c", "b"), cut=True)
@@ -125,13 +121,12 @@ def test_no_request_fails_and_nothing_is_lost_where_only_transfers_fail(fleet: F
 @pytest.mark.parametrize("direction", ["get", "put"])
 def test_a_transfer_that_is_cut_in_its_midst(fleet: Fleet, direction: str) -> None:
     """Then the mover is killed, too: nothing of it is ever served."""
-    (seed,) = fleet.seeds(1)
-    name = "b" if direction == "get" else "a"
-    host = fleet.hosts[name]
+    host = fleet.hosts["b" if direction == "get" else "a"]
     if direction == "get":
-        fleet.stored(seed, nbytes=LARGE)
+        (seed,) = fleet.stored(1, LARGE)
         fleet.network.trip("c", "b", LARGE // 2)
     else:
+        (seed,) = fleet.seeds(1)
         fleet.network.trip("a", "c", LARGE // 2)
     host.ask(seed, nbytes=LARGE)
     assert fleet.network.answer() is True
@@ -187,8 +182,7 @@ ALTERATIONS = {
 def test_an_altered_object_is_never_served(fleet: Fleet) -> None:
     """It is a miss, it is counted and removed, and whoever has made the feature anew stores it anew."""
     host = fleet.hosts["b"]
-    seeds, (other,) = fleet.seeds(len(ALTERATIONS)), fleet.seeds(1)
-    fleet.stored(*seeds, other, nbytes=SMALL)
+    other, *seeds = fleet.stored(1 + len(ALTERATIONS), SMALL)
     namespace = fleet.namespace
     before, puts = (host.tally().get(f"tier_{name}", 0) for name in ("altered", "puts"))
     stranger = Puppet(fleet.network.prefix[MASTER])

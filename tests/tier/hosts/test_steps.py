@@ -31,9 +31,7 @@ CASES = [
 def test_killed_at(fleet: Fleet, victim: str, step: str) -> None:
     """``store``: the mover of the host whose memory the objects are in."""
     host = fleet.hosts["b" if step in FETCH else "a"]
-    (seed,) = fleet.seeds(1)
-    if step in FETCH:
-        fleet.stored(seed, nbytes=NBYTES)
+    (seed,) = fleet.stored(1, NBYTES) if step in FETCH else fleet.seeds(1)
     assert host.mover is not None
     host.mover.stop_at(step)
     host.ask(seed, nbytes=NBYTES, patient=victim == "broker")

@@ -6,6 +6,7 @@ engine's rank does. For a `tests.puppet` process.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 
@@ -76,6 +77,19 @@ class Worker:
                 if not same or held.extra != b"%d" % seed:
                     words[seed] = "wrong"
         return [words[seed] for seed in seeds]
+
+    def read(self, keys: list[str]) -> list[str | None]:
+        """SHA-256 of the bytes of what is under derived keys, and of what is beside each; None: nobody has it."""
+        found: list[str | None] = []
+        for key in keys:
+            held = self._client.lookup(Key.derived(bytes.fromhex(key)), to=self._engine)
+            if held is None:
+                found.append(None)
+                continue
+            with held, self._table.take(held.ref) as use:
+                content = use.tensor.contiguous().view(torch.uint8).numpy().tobytes()
+                found.append(hashlib.sha256(content + held.extra).hexdigest())
+        return found
 
     def close(self) -> None:
         self._client.close()
