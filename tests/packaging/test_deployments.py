@@ -27,7 +27,8 @@ from mmbroker.adapters.sglang import flags
 from mmbroker.adapters.sglang import settings as engine_settings
 from mmbroker.cli import main
 from mmbroker.config import MIB, Settings
-from tests.tier.hosts.fleet import mooncake
+from mmbroker.tier.store import LIBRARIES
+from tests.tier import mooncake
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -210,11 +211,16 @@ def test_a_master_listens_where_it_is_told(program: Program) -> None:
     assert told["rpc_address"] == CHOSEN["ADDRESS"] and told["metrics_host"] == "127.0.0.1"
     port = CHOSEN["MASTER"].rpartition(":")[2]
     assert told["rpc_port"] == port and not any(value == "0.0.0.0" for value in told.values())
-    if (where := mooncake()) is not None:
-        done = subprocess.run(
-            [where / "mooncake_master", "--help"], capture_output=True, text=True, timeout=60
-        )
+    if mooncake.installed():
+        asked = [mooncake.master_program(), "--help"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60)
         assert told.keys() <= set(re.findall(r"^\s+-(\w+) \(", done.stdout, re.MULTILINE))
+
+
+def test_what_the_stores_library_needs_is_installed_everywhere() -> None:
+    for place in (DEPLOY / "Dockerfile", ROOT / "docs" / "tier.md", ROOT / ".ci" / "run"):
+        missing = set(LIBRARIES.split()) - set(re.split(r'[\s"]+', place.read_text()))
+        assert not missing, f"{place}: {missing}"
 
 
 @named(BROKERS)

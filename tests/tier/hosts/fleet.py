@@ -6,7 +6,6 @@ has in its books, and which processes live where.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import select
 import shutil
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit import PATIENCE, BrokerProcess, Puppet, eventually
+from tests.tier import mooncake
 
 from .network import ROOT, Network, possible
 
@@ -37,19 +37,9 @@ CLIENT_TTL, LEASE_TTL = 4, 1000
 RECOVERY = 60.0
 
 
-def mooncake() -> Path | None:
-    """Where the store's library and its master are, if both can run here."""
-    found = importlib.util.find_spec("mooncake")
-    if found is None or not found.submodule_search_locations:
-        return None
-    where = Path(next(iter(found.submodule_search_locations)))
-    probe = [sys.executable, "-c", "import mooncake.store"]
-    return where if subprocess.run(probe, capture_output=True).returncode == 0 else None
-
-
 def can_run() -> bool:
     """Can these hosts be had on this machine?"""
-    return possible() and mooncake() is not None
+    return possible() and mooncake.installed()
 
 
 class Program:
@@ -271,9 +261,6 @@ class Host:
 
 class Fleet:
     def __init__(self) -> None:
-        where = mooncake()
-        assert where is not None
-        self._where = where
         self._seeds = iter(range(1, 1 << 30))
         self._stack = ExitStack()
         self.master: Program | None = None
@@ -300,7 +287,7 @@ class Fleet:
         self.master = Program(
             self.network.prefix[MASTER],
             [
-                str(self._where / "mooncake_master"),
+                str(mooncake.master_program()),
                 *(f"--rpc_address={address}", f"--rpc_port={PORT}", f"--metrics_host={address}"),
                 *(f"--client_ttl={CLIENT_TTL}", f"--default_kv_lease_ttl={LEASE_TTL}"),
                 *("--put_start_discard_timeout_sec=2", "--put_start_release_timeout_sec=4", "--logtostderr"),
