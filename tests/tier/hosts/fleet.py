@@ -175,7 +175,9 @@ class Host:
         eventually(self._worker_is_back, "the worker has come back")
 
     def _worker_is_back(self) -> bool:
-        return any(one["engine"] == "engine" and one["complete"] for one in self.broker.status()["engines"])
+        status = self.broker.status()
+        names = {session["name"] for session in status["sessions"]}
+        return {"worker", "rank"} <= names and any(one["complete"] for one in status["engines"])
 
     # --- what its worker does ---------------------------------------------------------------------------------------
 
@@ -309,7 +311,7 @@ class Fleet:
 
     def mend(self) -> None:
         """Everything is as it was before any test: the network, the master, a living mover for each broker."""
-        self.mend_network_and_master()
+        self.mend_all_but_movers()
         self._start_movers([host for host in self.hosts.values() if host.options or not host.well])
 
     def refresh(self) -> None:
@@ -322,8 +324,12 @@ class Fleet:
         for host in hosts:
             host.ready()
 
-    def mend_network_and_master(self) -> None:
+    def mend_all_but_movers(self) -> None:
+        """The network and the master; movers that were stopped go on."""
         self.network.heal()
+        for host in self.hosts.values():
+            if host.mover is not None and host.mover.lives:
+                host.mover.send(signal.SIGCONT)
         if self.master is not None:
             self.master.send(signal.SIGCONT)
         if self.master is None or not self.master.lives:

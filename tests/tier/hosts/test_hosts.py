@@ -92,27 +92,35 @@ def test_no_request_fails_for_want_of_the_store(fleet: Fleet, fault: str) -> Non
     before = host.sought()
     assert host.want(*stored[6:], *new[6:], nbytes=SMALL) == ["made"] * 12
     assert host.sought() == before, "nobody waits for it"
-    fleet.mend_network_and_master()
+    fleet.mend_all_but_movers()
     eventually(lambda: host.tier()["open"], "the store is asked again", RECOVERY)
 
 
-@pytest.mark.parametrize("fault", ["cut off from who has it", "cut in one direction", "lossy"])
-def test_no_request_fails_and_nothing_is_lost_where_only_transfers_fail(fleet: Fleet, fault: str) -> None:
+def _stop_who_has_it(fleet: Fleet) -> None:
+    mover = fleet.hosts["c"].mover
+    assert mover is not None
+    mover.send(signal.SIGSTOP)
+
+
+TROUBLES: dict[str, Callable[[Fleet], None]] = {
+    "cut off from who has it": lambda fleet: fleet.network.set(("b", "c"), ("c", "b"), cut=True),
+    "cut in one direction": lambda fleet: fleet.network.set(("c", "b"), cut=True),
+    "who has it stands still": _stop_who_has_it,
+    "lossy": lambda fleet: fleet.network.set(loss=0.2),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_no_request_fails_and_nothing_is_lost_where_only_transfers_fail(fleet: Fleet, trouble: str) -> None:
     """The master says what there is, and it cannot be had: no reason to believe that it is damaged."""
     b, c = fleet.hosts["b"], fleet.hosts["c"]
     b.start_mover(*SOON)
     b.ready()
     stored, new = fleet.stored(3, SMALL), fleet.seeds(3)
-    match fault:
-        case "cut off from who has it":
-            fleet.network.set(("b", "c"), ("c", "b"), cut=True)
-        case "cut in one direction":
-            fleet.network.set(("c", "b"), cut=True)
-        case _:
-            fleet.network.set(loss=0.2)
+    TROUBLES[trouble](fleet)
     for pair in zip(stored, new, strict=True):
         b.want(*pair, nbytes=SMALL)
-    fleet.network.heal()
+    fleet.mend_all_but_movers()
     eventually(lambda: not b.imbalance(), "all is over", RECOVERY)
     assert "tier_altered" not in b.tally()
     assert c.want(*stored, nbytes=SMALL) == ["found"] * len(stored)
@@ -211,7 +219,7 @@ def test_an_idle_tier_only_asks_whether_the_store_is_there(fleet: Fleet) -> None
     network.watch("a", MASTER, 1)
     assert network.answer() is True
     before, started = network.counts(), time.monotonic()
-    network.watch("a", MASTER, 4)  # a question, and what acknowledges its answer
+    network.watch("a", MASTER, 2)  # the rest of this check, and the beginning of the next
     assert network.answer() is True
     after, seconds = network.counts(), time.monotonic() - started
     spoken = {
