@@ -38,6 +38,8 @@ ELSEWHERE = {
     r"python (bench/|-m bench\.).*": "takes minutes, or a GPU, or a model; `tests/bench` runs their short forms",
     r"\.venv/bin/python docs/.*": "writes into the tree; `test_documents` compares what it would write",
     r"ssh .*": "needs another machine",
+    r"apt-get install .*": "changes the machine; `test_deployments` compares it with what the store's library needs",
+    r"(mmbroker tier|mooncake_master) .*": "needs a network of machines; `tier/hosts` has one",
 }
 
 

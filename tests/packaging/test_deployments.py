@@ -1,4 +1,4 @@
-"""What `deploy/` has: units, an image, a compose file, a pod.
+"""What `deploy/` has: units, an image, a compose file, a pod; and for a fleet a second compose file, and manifests.
 
 Each is valid, says only what our programs understand, and its broker really starts. systemd and docker check theirs
 where they are installed, and the rules of their formats everywhere.
@@ -27,12 +27,15 @@ from mmbroker.adapters.sglang import flags
 from mmbroker.adapters.sglang import settings as engine_settings
 from mmbroker.cli import main
 from mmbroker.config import MIB, Settings
+from mmbroker.tier.store import LIBRARIES
+from tests.tier import mooncake
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 UNITS = sorted(DEPLOY.glob("*.service"))
-#: What a template's instance is in these tests.
+#: What a template's instance is in these tests, and what their reader puts in.
 INSTANCE = "0"
+CHOSEN = {"PORT": "30000", "MODEL": "model", "ADDRESS": "10.0.0.1", "MASTER": "10.0.0.1:50051"}
 
 
 @dataclass
@@ -45,8 +48,17 @@ class Program:
     memory: int | None = None
 
     @property
-    def is_broker(self) -> bool:
-        return self.words[0].rsplit("/", 1)[-1] == "mmbroker"
+    def name(self) -> str:
+        return self.words[0].rsplit("/", 1)[-1]
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name == "mmbroker"
+
+    @property
+    def chosen(self) -> list[str]:
+        """Its words after the first, with what the reader puts in."""
+        return [re.sub(r"\$[{(](\w+)[^})]*[})]", lambda m: CHOSEN[m[1]], word) for word in self.words[1:]]
 
 
 # --- reading them ---------------------------------------------------------------------------------------------------
@@ -67,32 +79,43 @@ def of_unit(path: Path) -> Program:
     return Program(path.name, shlex.split(service["ExecStart"]), environ)
 
 
-def compose() -> Any:
-    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+def compose(name: str = "compose") -> Any:
+    return yaml.safe_load((DEPLOY / f"{name}.yaml").read_text())
 
 
-def of_compose() -> Iterator[Program]:
-    for name, service in compose()["services"].items():
-        words = service["command"]
-        if service["image"] == "mmbroker":
+def of_compose(file: str) -> Iterator[Program]:
+    for name, service in compose(file)["services"].items():
+        words = [*service.get("entrypoint", []), *service["command"]]
+        if service["image"].startswith("mmbroker") and "entrypoint" not in service:
             words = ["mmbroker", *words]
-            yield Program(f"compose: {name}'s health", service["healthcheck"]["test"][1:])
-        yield Program(f"compose: {name}", words, service["environment"], size(service.get("mem_limit")))
+        if "healthcheck" in service:
+            yield Program(f"{file}: {name}'s health", service["healthcheck"]["test"][1:])
+        yield Program(f"{file}: {name}", words, service["environment"], size(service.get("mem_limit")))
 
 
-def pod() -> Any:
-    return yaml.safe_load((DEPLOY / "kubernetes.yaml").read_text())
+def manifests(name: str) -> list[Any]:
+    return list(yaml.safe_load_all((DEPLOY / f"{name}.yaml").read_text()))
 
 
-def of_pod() -> Iterator[Program]:
-    spec = pod()["spec"]
-    for container in [*spec["initContainers"], *spec["containers"]]:
-        name, environ = container["name"], {one["name"]: one["value"] for one in container["env"]}
-        words = container.get("command") or ["mmbroker", *container["args"]]
-        yield Program(f"pod: {name}", words, environ, size(container["resources"]["limits"].get("memory")))
-        for probe in ("startupProbe", "readinessProbe"):
-            if "exec" in container.get(probe, {}):
-                yield Program(f"pod: {name}'s {probe}", container[probe]["exec"]["command"])
+def pods(file: str) -> Iterator[tuple[str, Any]]:
+    """What is said of pods, by the name of the object that says so."""
+    for told in manifests(file):
+        if told["kind"] == "Pod":
+            yield told["metadata"]["name"], told["spec"]
+        elif told["kind"] == "Deployment":
+            yield told["metadata"]["name"], told["spec"]["template"]["spec"]
+
+
+def of_pods(file: str) -> Iterator[Program]:
+    for _, spec in pods(file):
+        for container in [*spec.get("initContainers", []), *spec["containers"]]:
+            name = f"{file}: {container['name']}"
+            environ = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+            words = container.get("command") or ["mmbroker", *container["args"]]
+            yield Program(name, words, environ, size(container["resources"]["limits"].get("memory")))
+            for probe in ("startupProbe", "readinessProbe"):
+                if "exec" in container.get(probe, {}):
+                    yield Program(f"{name}'s {probe}", container[probe]["exec"]["command"])
 
 
 #: Instructions of the image, in order; continued lines are one.
@@ -101,13 +124,28 @@ INSTRUCTIONS = [
     for line in re.sub(r"\\\n", "", (DEPLOY / "Dockerfile").read_text()).splitlines()
     if line and not line.startswith("#")
 ]
+#: What starts in a container of it: a stage is built alone.
+STAGES = ["build", "sglang", "tier", "broker"]
+
+
+def stages() -> dict[str, list[tuple[str, str]]]:
+    """The image's instructions by stage."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, rest in INSTRUCTIONS:
+        if name == "FROM":
+            found[rest.split(" AS ")[1]] = []
+        elif found:
+            found[list(found)[-1]].append((name, rest))
+    return found
 
 
 def of_image() -> Iterator[Program]:
-    entry = json.loads(dict(INSTRUCTIONS)["ENTRYPOINT"])
-    environ = dict(pair.split("=", 1) for pair in dict(INSTRUCTIONS)["ENV"].split())
-    yield Program("image", [*entry, *json.loads(dict(INSTRUCTIONS)["CMD"])], environ)
-    yield Program("image's health", json.loads(dict(INSTRUCTIONS)["HEALTHCHECK"].removeprefix("CMD ")))
+    for stage in ("tier", "broker"):
+        told = dict(stages()[stage])
+        environ = dict(pair.split("=", 1) for pair in told["ENV"].split())
+        yield Program(f"image: {stage}", [*json.loads(told["ENTRYPOINT"]), *json.loads(told["CMD"])], environ)
+        if "HEALTHCHECK" in told:
+            yield Program(f"image: {stage}'s health", json.loads(told["HEALTHCHECK"].removeprefix("CMD ")))
 
 
 def size(text: str | None) -> int | None:
@@ -119,9 +157,17 @@ def size(text: str | None) -> int | None:
     return int(found[1]) << 30
 
 
-PROGRAMS = [*map(of_unit, UNITS), *of_compose(), *of_pod(), *of_image()]
-BROKERS = [p for p in PROGRAMS if p.is_broker and "start" in p.words]
-ENGINES = [p for p in PROGRAMS if not p.is_broker]
+COMPOSED, MANIFESTS = ("compose", "compose-tier"), ("kubernetes", "kubernetes-tier")
+PROGRAMS = [
+    *map(of_unit, UNITS),
+    *(program for file in COMPOSED for program in of_compose(file)),
+    *(program for file in MANIFESTS for program in of_pods(file)),
+    *of_image(),
+]
+BROKERS = [p for p in PROGRAMS if p.is_ours and "start" in p.words]
+MOVERS = [p for p in PROGRAMS if p.is_ours and "tier" in p.words]
+MASTERS = [p for p in PROGRAMS if p.name == "mooncake_master"]
+ENGINES = [p for p in PROGRAMS if not p.is_ours and p not in MASTERS]
 
 
 def named(programs: list[Program]) -> Any:
@@ -132,13 +178,21 @@ def named(programs: list[Program]) -> Any:
 
 
 def test_there_are_programs() -> None:
-    assert len(BROKERS) == 5 and len(ENGINES) == 5 and len(PROGRAMS) == 14
+    assert [len(kind) for kind in (BROKERS, ENGINES, MOVERS, MASTERS)] == [6, 6, 4, 3]
+    assert len(PROGRAMS) == 24
 
 
-@named([p for p in PROGRAMS if p.is_broker])
-def test_a_brokers_commands_and_settings_are_ones(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    verb, *arguments = program.words[1:]
+@named([p for p in PROGRAMS if p.is_ours and "--help" not in p.words])
+def test_our_commands_and_settings_are_ones(program: Program) -> None:
+    verb, *arguments = program.chosen
     context = main.commands[verb].make_context(verb, arguments)
+    if verb == "tier":
+        known = {f"MMBROKER_TIER_{name.upper()}" for name in context.params} | {"MMBROKER_DIR"}
+        assert program.environ.keys() <= known
+        if program.memory is not None:
+            assert program.memory >= (context.params["store_mib"] + 512) * MIB, (
+                "what it lends is charged to it"
+            )
     if verb != "start":
         return
     given = {k: v for k, v in context.params.items() if k not in ("cpu", "gpu", "config")}
@@ -148,6 +202,25 @@ def test_a_brokers_commands_and_settings_are_ones(program: Program, monkeypatch:
     assert program.environ.keys() <= known
     if program.memory is not None:
         assert program.memory >= (settings.host_mib + 512) * MIB, "features are charged to the broker"
+
+
+@named(MASTERS)
+def test_a_master_listens_where_it_is_told(program: Program) -> None:
+    """Its flags are ones, by itself where it is; without an address it would listen on every one."""
+    told = dict(word.removeprefix("--").partition("=")[::2] for word in program.chosen)
+    assert told["rpc_address"] == CHOSEN["ADDRESS"] and told["metrics_host"] == "127.0.0.1"
+    port = CHOSEN["MASTER"].rpartition(":")[2]
+    assert told["rpc_port"] == port and not any(value == "0.0.0.0" for value in told.values())
+    if mooncake.installed():
+        asked = [mooncake.master_program(), "--help"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60)
+        assert told.keys() <= set(re.findall(r"^\s+-(\w+) \(", done.stdout, re.MULTILINE))
+
+
+def test_what_the_stores_library_needs_is_installed_everywhere() -> None:
+    for place in (DEPLOY / "Dockerfile", ROOT / "docs" / "tier.md", ROOT / ".ci" / "run"):
+        missing = set(LIBRARIES.split()) - set(re.split(r'[\s"]+', place.read_text()))
+        assert not missing, f"{place}: {missing}"
 
 
 @named(BROKERS)
@@ -191,16 +264,15 @@ def test_engines_flags_and_variables_are_ones() -> None:
     }
     for program in ENGINES:
         assert program.words[1:3] == ["-m", "sglang.launch_server"], program
-        words = [re.sub(r"\$\{PORT\}", "30000", word) for word in program.words[3:]]
-        found, unknown = parser.parse_known_args(words)
+        found, unknown = parser.parse_known_args(program.chosen[2:])
         assert unknown == [] and found.mm_transport == "broker", program
         asked = {name for name in program.environ if name.startswith("MMBROKER_")}
         assert asked <= ours | {"MMBROKER_DIR"}, program
 
 
 def test_engines_of_one_machine_have_names_of_their_own() -> None:
-    for source in ("compose", "pod"):
-        names = [p.environ["MMBROKER_ENGINE"] for p in ENGINES if p.where.startswith(source)]
+    for source in ("compose", "kubernetes"):
+        names = [p.environ["MMBROKER_ENGINE"] for p in ENGINES if p.where.startswith(f"{source}:")]
         assert len(names) == 2 == len(set(names))
 
 
@@ -217,9 +289,11 @@ def test_a_unit_is_valid(path: Path, tmp_path: Path) -> None:
     if "RuntimeDirectory" in unit["Service"]:
         assert environ["MMBROKER_DIR"] == "/run/" + unit["Service"]["RuntimeDirectory"]
     if shutil.which("systemd-analyze"):
-        text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", path.read_text(), flags=re.MULTILINE)
+        for one in UNITS:  # they may name each other
+            text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", one.read_text(), flags=re.MULTILINE)
+            copy = tmp_path / one.name.replace("@", "@" + INSTANCE)
+            copy.write_text(text.replace("User=inference", "User=root"))
         copy = tmp_path / path.name.replace("@", "@" + INSTANCE)
-        copy.write_text(text.replace("User=inference", "User=root"))
         done = subprocess.run(
             ["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True, timeout=60
         )
@@ -231,6 +305,8 @@ def test_brokers_of_one_machine_do_not_share_what_systemd_removes() -> None:
     """A runtime directory goes with its unit, also from under another."""
     mine = {path.name: Unit(path)["Service"].get("RuntimeDirectory") for path in UNITS}
     assert mine == {
+        "mooncake-master.service": None,
+        "mmbroker-tier.service": None,
         "mmbroker.service": "mmbroker",
         "mmbroker@.service": "mmbroker/0",
         "sglang@.service": None,
@@ -246,23 +322,23 @@ KNOWN = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "VOLUME", "USER", "STOP
 
 
 def test_the_image_is_made_of_what_there_is() -> None:
-    stages: list[str] = []
+    seen: list[str] = []
     for name, rest in INSTRUCTIONS:
         assert name in KNOWN, name
         match name:
             case "FROM":
                 found = re.fullmatch(r"(\S+) AS (\w+)", rest)
                 assert found is not None, rest
-                stages.append(found[2])
+                seen.append(found[2])
             case "COPY":
                 *sources, _ = rest.split()
                 assert all((ROOT / source).exists() for source in sources), rest
             case "RUN":
                 for stage in re.findall(r"from=(\w+)", rest):
-                    assert stage in stages[:-1], rest
+                    assert stage in seen[:-1], rest
             case "ENTRYPOINT" | "CMD":
                 assert isinstance(json.loads(rest), list)
-    assert stages == ["build", "sglang", "broker"], "the last one is what is built by default"
+    assert seen == STAGES, "the last one is what is built by default"
     assert "COPY . " not in (DEPLOY / "Dockerfile").read_text(), (
         "environments of gigabytes lie beside the sources"
     )
@@ -320,38 +396,107 @@ def test_the_compose_file_is_valid() -> None:
         assert done.returncode == 0, done.stderr
 
 
+def test_what_a_fleet_adds_to_it_is_valid() -> None:
+    """By compose itself where it is. Only the mover and the master are on the machine's own network."""
+    told = compose("compose-tier")
+    assert told.keys() == {"name", "x-tier", "services"} and told["name"] == compose()["name"]
+    assert told["services"].keys() == {"master", "mover"}
+    for service in told["services"].values():
+        assert service.keys() <= SERVICE_KEYS | {"network_mode", "profiles", "entrypoint"}
+        assert service["user"] == "1000:1000" and service["network_mode"] == "host"
+    mover = told["services"]["mover"]
+    assert mover["volumes"] == ["broker:/run/mmbroker"] and mover["depends_on"].keys() == {"broker"}
+    assert mover["build"]["target"] in STAGES
+    if (
+        shutil.which("docker")
+        and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0
+    ):
+        files = [word for file in COMPOSED for word in ("-f", str(DEPLOY / f"{file}.yaml"))]
+        done = subprocess.run(
+            ["docker", "compose", *files, "--profile", "master", "config", "--quiet"],
+            env={**os.environ, **CHOSEN},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+
+
 # --- Kubernetes -----------------------------------------------------------------------------------------------------
 
 #: Fields of the API that are used, by the kind of object: misspelled ones are otherwise ignored by a cluster.
 FIELDS: Mapping[str, set[str]] = {
-    "pod": {"apiVersion", "kind", "metadata", "spec"},
-    "spec": {"securityContext", "terminationGracePeriodSeconds", "volumes", "initContainers", "containers"},
+    "object": {"apiVersion", "kind", "metadata", "spec"},
+    "Service": {"clusterIP", "selector", "ports"},
+    "Deployment": {"replicas", "strategy", "selector", "template"},
+    "NetworkPolicy": {"podSelector", "policyTypes", "ingress"},
+    "Pod": {"securityContext", "terminationGracePeriodSeconds", "volumes", "initContainers", "containers"},
     "container": {"name", "image", "restartPolicy", "args", "command", "env", "volumeMounts", "resources"}
     | {"startupProbe", "readinessProbe", "securityContext", "ports"},
-    "probe": {"exec", "httpGet", "periodSeconds", "failureThreshold", "timeoutSeconds"},
+    "probe": {"exec", "httpGet", "tcpSocket", "periodSeconds", "failureThreshold", "timeoutSeconds"},
+}
+VERSIONS = {
+    "Pod": "v1",
+    "Service": "v1",
+    "Deployment": "apps/v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
 }
 
 
-def test_the_pod_is_valid() -> None:
-    told = pod()
-    assert told.keys() == FIELDS["pod"] and (told["apiVersion"], told["kind"]) == ("v1", "Pod")
-    spec = told["spec"]
-    assert spec.keys() <= FIELDS["spec"], "no namespace of the host, and none shared"
+@pytest.mark.parametrize("file", MANIFESTS)
+def test_manifests_say_what_the_api_knows(file: str) -> None:
+    for told in manifests(file):
+        assert told.keys() == FIELDS["object"] and told["apiVersion"] == VERSIONS[told["kind"]]
+        assert told["spec"].keys() <= FIELDS[told["kind"]], told["metadata"]["name"]
+    for name, spec in pods(file):
+        assert spec.keys() <= FIELDS["Pod"], f"{name}: no namespace of the host, and none shared"
+        assert spec["securityContext"]["runAsUser"] == 1000, "the same user for all: a broker is for one"
+        sidecars = spec.get("initContainers", [])
+        assert all(one["restartPolicy"] == "Always" for one in sidecars), "else the pod waits for its end"
+        names = [container["name"] for container in [*sidecars, *spec["containers"]]]
+        assert len(set(names)) == len(names)
+        for container in [*sidecars, *spec["containers"]]:
+            assert container.keys() <= FIELDS["container"], container["name"]
+            for probe in ("startupProbe", "readinessProbe"):
+                assert container.get(probe, {}).keys() <= FIELDS["probe"]
+            asked = re.findall(r"\$\((\w+)\)", str(container.get("args", container.get("command"))))
+            assert set(asked) <= {one["name"] for one in container["env"]}, "else it is said as it is"
+
+
+@pytest.mark.parametrize("file", MANIFESTS)
+def test_engines_and_their_broker_meet_in_one_directory(file: str) -> None:
+    (spec,) = (spec for name, spec in pods(file) if name == "sglang")
     volumes = {volume["name"]: volume.keys() - {"name"} for volume in spec["volumes"]}
     assert volumes == {"broker": {"emptyDir"}, "models": {"emptyDir"}}
-    (broker,) = spec["initContainers"]
-    assert broker["restartPolicy"] == "Always", "else the pod waits for its end"
-    names = [container["name"] for container in [broker, *spec["containers"]]]
-    assert len(set(names)) == len(names) == 3
-    for container in [broker, *spec["containers"]]:
-        assert container.keys() <= FIELDS["container"], container["name"]
+    for container in [*spec["initContainers"], *spec["containers"]]:
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         assert mounts["broker"] == "/run/mmbroker" and mounts.keys() <= volumes.keys()
         assert {"name": "MMBROKER_DIR", "value": "/run/mmbroker"} in container["env"]
-        for probe in ("startupProbe", "readinessProbe"):
-            assert container.get(probe, {}).keys() <= FIELDS["probe"]
-    assert spec["securityContext"]["runAsUser"] == 1000, "the same user for all: a broker is for one"
+    assert spec["initContainers"][0]["name"] == "broker", "before whoever connects to it"
     assert not any("securityContext" in container for container in spec["containers"])
     ports = [container["ports"][0]["containerPort"] for container in spec["containers"]]
     assert ports == [container["readinessProbe"]["httpGet"]["port"] for container in spec["containers"]]
     assert [str(port) for port in ports] == [container["command"][-1] for container in spec["containers"]]
+
+
+def test_a_fleets_members_find_each_other_and_nobody_else_finds_them() -> None:
+    told = {(one["kind"], one["metadata"]["name"]): one["spec"] for one in manifests("kubernetes-tier")}
+    service = told["Service", "mooncake-master"]
+    for (kind, name), spec in told.items():
+        if kind == "Deployment":
+            labels = spec["template"]["metadata"]["labels"]
+            assert spec["selector"]["matchLabels"].items() <= labels.items()
+            assert labels["app"] == name
+            policy = told["NetworkPolicy", "mmbroker-tier"]
+            assert policy["podSelector"]["matchLabels"].items() <= labels.items(), "it is protected"
+    assert service["selector"] == {"app": "mooncake-master"}
+    (master,) = told["Deployment", "mooncake-master"]["template"]["spec"]["containers"]
+    port = service["ports"][0]["port"]
+    assert port == master["ports"][0]["containerPort"] == master["readinessProbe"]["tcpSocket"]["port"]
+    assert f"--rpc_port={port}" in master["command"]
+    (mover,) = (p for p in MOVERS if p.where.startswith("kubernetes-tier"))
+    assert f"mooncake-master:{port}" in mover.words
+    members, public = told["NetworkPolicy", "mmbroker-tier"]["ingress"]
+    assert members == {"from": [{"podSelector": {"matchLabels": {"tier": "mmbroker"}}}]}
+    (engine,) = (p for p in ENGINES if p.where.startswith("kubernetes-tier"))
+    assert [str(one["port"]) for one in public["ports"]] == [engine.words[-1]]

@@ -28,7 +28,8 @@ def installed() -> bool:
     return not subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True).returncode
 
 
-def _master_program() -> Path:
+def master_program() -> Path:
+    """`mooncake_master`, which comes with the library."""
     spec = importlib.util.find_spec("mooncake")
     assert spec is not None and spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0]) / "mooncake_master"
@@ -66,7 +67,7 @@ class Master:
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [
-                _master_program(),
+                master_program(),
                 f"--rpc_address={HOST}",
                 f"--rpc_port={self.port}",
                 f"--metrics_host={HOST}",
