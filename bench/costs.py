@@ -14,6 +14,7 @@ import torch
 import mmbroker
 from mmbroker import events as e
 from mmbroker.proto import messages as m
+from mmbroker.proto.digest import tree_hash
 from mmbroker.proto.form import Form
 from mmbroker.proto.keys import Key
 from mmbroker.state import Broker
@@ -22,8 +23,8 @@ from .operators import cpu_s
 from .processes import Workshop
 from .producer import IdleRank
 
-#: Rows of a picture of 1920x1080 as the Qwen-VL family has it, and floats in each.
-SHAPE = (10_764, 1176)
+#: Patches of a picture of 1024x768 as the Qwen-VL family has it, and floats in each.
+SHAPE = (3996, 1176)
 #: Bytes that an adapter seals beside a feature: where its tokens are, and the like.
 EXTRA = 200
 BATCH = 64
@@ -134,6 +135,14 @@ class Asker:
 
     def close(self) -> None:
         self._client.close()
+
+
+def hashing(seconds: float) -> float:
+    """GB of a feature that one core hashes in a second."""
+    data = memoryview(os.urandom(8 << 20))
+    start = time.thread_time()
+    done = _until(seconds, lambda: tree_hash(data))
+    return round(done * len(data) / 1e9 / (time.thread_time() - start), 3)
 
 
 def _until(seconds: float, act: Callable[[], object]) -> int:

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,13 @@ from typing import Any
 from .operators import cpu_s
 from .processes import PATIENCE, Workshop
 
+#: The build that is measured.
+PACKAGE = "mooncake-transfer-engine-non-cuda"
 #: Beside its memory of objects, a client has some of its own, for copies in and out.
 LOCAL_BYTES = 16 << 20
 #: Bytes of an object whose bytes do not matter.
 SMALL = 64
 BATCH = 64
-#: Clients that ask for nothing, and how long that is watched, in seconds.
-IDLE = 16
-IDLE_S = 5.0
 #: As long as the mover's keys: format, namespace, kind, and 32 bytes in hexadecimal digits.
 KEY = "mmb1/uid-1000/derived/{:064x}"
 #: What is asked of the master, by name: the operation, and its RPCs.
@@ -117,8 +117,9 @@ class Idle:
         self._clients = [Client(master, 0) for _ in range(many)]
 
     def close(self) -> None:
-        for client in self._clients:
-            client.close()
+        with ThreadPoolExecutor(len(self._clients)) as pool:  # each takes seconds
+            for _ in pool.map(Client.close, self._clients):
+                pass
 
 
 class Client:
@@ -129,9 +130,7 @@ class Client:
         from mooncake.store import MooncakeDistributedStore
 
         self._store: Any = MooncakeDistributedStore()
-        status = self._store.setup(
-            "127.0.0.1", "P2PHANDSHAKE", mib << 20, LOCAL_BYTES, "tcp", "", master
-        )
+        status = self._store.setup("127.0.0.1", "P2PHANDSHAKE", mib << 20, LOCAL_BYTES, "tcp", "", master)
         if status:
             raise RuntimeError(f"the store refused its client: {status}")
         self._draw = random.Random(number)
@@ -176,9 +175,16 @@ class Client:
 
 
 def measure(
-    shop: Workshop, seconds: float, clients: int, objects: int, say: Callable[[str], None]
+    shop: Workshop,
+    seconds: float,
+    clients: int,
+    objects: int,
+    idle_clients: int,
+    idle_seconds: float,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Operations a second of so many clients, and of one core's time of the master; what objects and clients cost."""
+    """Operations a second of so many clients, and of one core's time of the master; what an object costs it, and what
+    clients that ask for nothing."""
     with Master(shop.place("master")) as master:
         workers = [shop.worker(f"client{n}") for n in range(clients)]
         made = [worker.make(Client, master.address, 256, n) for n, worker in enumerate(workers)]
@@ -211,16 +217,16 @@ def measure(
             client.call("close")
     with Master(shop.place("master")) as master:
         say("master: idle clients")
-        alone = _idle(master, IDLE_S)
-        with workers[0].make(Idle, master.address, IDLE):
-            idle = _idle(master, IDLE_S)
+        alone = _idle(master, idle_seconds)
+        with workers[0].make(Idle, master.address, idle_clients):
+            idle = _idle(master, idle_seconds)
     return {
         "objects": objects,
         "object_bytes": round(object_bytes),
         "key_bytes": len(KEY.format(0)),
         "lines": lines,
-        "idle_clients": IDLE,
-        "idle_ms_per_s_and_client": round(1000 * (idle - alone) / IDLE, 4),
+        "idle_clients": idle_clients,
+        "idle_ms_per_s_and_client": round(1000 * (idle - alone) / idle_clients, 4),
         "idle_ms_per_s_without_clients": round(1000 * alone, 4),
     }
 
@@ -230,5 +236,3 @@ def _idle(master: Master, seconds: float) -> float:
     busy, start = cpu_s(master.pid), time.perf_counter()
     time.sleep(seconds)
     return (cpu_s(master.pid) - busy) / (time.perf_counter() - start)
-
-
