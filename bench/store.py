@@ -17,26 +17,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mmbroker.mapping import Mapping
+from mmbroker.proto.keys import Key
+from mmbroker.tier import objects
+from mmbroker.tier.objects import HEADER
+from mmbroker.tier.store import MooncakeStore
+
 from .operators import cpu_s
 from .processes import PATIENCE, Workshop
 
 #: The build that is measured.
 PACKAGE = "mooncake-transfer-engine-non-cuda"
-#: Beside its memory of objects, a client has some of its own, for copies in and out.
-LOCAL_BYTES = 16 << 20
-#: Bytes of an object whose bytes do not matter.
+#: Objects of this many bytes are put where their bytes do not matter.
 SMALL = 64
-BATCH = 64
-#: As long as the mover's keys: format, namespace, kind, and 32 bytes in hexadecimal digits.
-KEY = "mmb1/uid-1000/derived/{:064x}"
-#: What is asked of the master, by name: the operation, and its RPCs.
+NAMESPACE = "uid-1000"
+#: What is asked of the master, by name.
 ASKED = {
-    "exists, no": ("absent", 1),
-    "exists, yes": ("exists", 1),
-    "get, a miss": ("miss", 1),
-    "get": ("get", 1),
-    "put": ("put", 2),
-    "exists, 64 at once": ("batch", 1),
+    "is it there": "probe",
+    "a get that misses": "miss",
+    "a get of a header": "get",
+    "a put": "put",
 }
 
 
@@ -102,16 +102,53 @@ class Master:
             self._process.wait()
 
 
-def _silence() -> None:
-    """What the store says goes to standard error, a line for each event, whatever its settings. A worker fails by what
-    it raises, and has nothing else to say."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
+class Client:
+    """A client as a mover is one, which lends the store `mib` of memory; one thread that asks as fast as it is
+    answered."""
+
+    def __init__(self, master: str, mib: int, number: int = 0) -> None:
+        silence()
+        self._store = MooncakeStore(master, "127.0.0.1", mib << 20)
+        self._room = Mapping.private(HEADER)
+        self._store.register(self._room.address, HEADER)
+        self._draw = random.Random(number)
+        self._mine: list[str] = []
+
+    def fill(self, count: int) -> None:
+        """Put so many small objects more."""
+        for _ in range(count):
+            self._put()
+
+    def ask(self, kind: str, seconds: float) -> int:
+        """Ask for so long; how often that was."""
+        store, address, absent = self._store, self._room.address, [self._name() for _ in range(4096)]
+        larger = self._put(HEADER)
+        each: dict[str, Callable[[int], object]] = {
+            "probe": lambda n: store.probe(),
+            "miss": lambda n: store.read(absent[n % len(absent)], 0, address, HEADER),
+            "get": lambda n: store.read(larger, 0, address, HEADER),
+            "put": lambda n: self._put(),
+        }
+        end, done = time.perf_counter() + seconds, 0
+        while time.perf_counter() < end:
+            each[kind](done)
+            done += 1
+        return done
+
+    def _put(self, nbytes: int = SMALL) -> str:
+        name = self._name()
+        self._store.write(name, [(self._room.address, nbytes)])
+        return name
+
+    def _name(self) -> str:
+        return objects.name_of(NAMESPACE, Key.derived(self._draw.randbytes(32)))
+
+    def close(self) -> None:
+        self._store.close()
 
 
 class Idle:
-    """Clients that ask for nothing, and give no memory."""
+    """Clients that ask for nothing, and lend no memory."""
 
     def __init__(self, master: str, many: int) -> None:
         self._clients = [Client(master, 0) for _ in range(many)]
@@ -122,63 +159,19 @@ class Idle:
                 pass
 
 
-class Client:
-    """A client of the store that gives it `mib` of memory; one thread that asks as fast as it is answered."""
-
-    def __init__(self, master: str, mib: int, number: int = 0) -> None:
-        _silence()
-        from mooncake.store import MooncakeDistributedStore
-
-        self._store: Any = MooncakeDistributedStore()
-        status = self._store.setup("127.0.0.1", "P2PHANDSHAKE", mib << 20, LOCAL_BYTES, "tcp", "", master)
-        if status:
-            raise RuntimeError(f"the store refused its client: {status}")
-        self._draw = random.Random(number)
-        self._mine: list[str] = []
-
-    def fill(self, objects: int) -> None:
-        """Put so many small objects more."""
-        keys = self._new(objects)
-        for start in range(0, objects, BATCH):
-            some = keys[start : start + BATCH]
-            if self._store.put_batch(some, [bytes(SMALL)] * len(some)):
-                raise RuntimeError("a put failed: the store is full")
-        self._mine += keys
-
-    def ask(self, kind: str, seconds: float) -> int:
-        """Ask for so long; how many keys that were."""
-        store, absent = self._store, self._new(4096)
-        each = {
-            "absent": lambda n: store.is_exist(absent[n % len(absent)]),
-            "exists": lambda n: store.is_exist(self._mine[n % len(self._mine)]),
-            "miss": lambda n: store.get(absent[n % len(absent)]),
-            "get": lambda n: store.get(self._mine[n % len(self._mine)]),
-            "put": lambda n: self._put(),
-            "batch": lambda n: store.batch_is_exist(absent[:BATCH]),
-        }[kind]
-        end, done = time.perf_counter() + seconds, 0
-        while time.perf_counter() < end:
-            each(done)
-            done += 1
-        return done * (BATCH if kind == "batch" else 1)
-
-    def _put(self) -> None:
-        (key,) = self._new(1)
-        if self._store.put(key, bytes(SMALL)):
-            raise RuntimeError("a put failed: the store is full")
-
-    def _new(self, many: int) -> list[str]:
-        return [KEY.format(self._draw.getrandbits(256)) for _ in range(many)]
-
-    def close(self) -> None:
-        self._store.close()
+def silence() -> None:
+    """What the store says goes to standard error, a line for each event, whatever its settings. A worker fails by what
+    it raises, and has nothing else to say."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
 
 
 def measure(
     shop: Workshop,
     seconds: float,
     clients: int,
-    objects: int,
+    count: int,
     idle_clients: int,
     idle_seconds: float,
     say: Callable[[str], None],
@@ -189,14 +182,14 @@ def measure(
         workers = [shop.worker(f"client{n}") for n in range(clients)]
         made = [worker.make(Client, master.address, 256, n) for n, worker in enumerate(workers)]
         say("master: memory of an object")
-        made[0].call("fill", objects // 10)
+        made[0].call("fill", count // 10)
         before = master.resident()
-        made[0].call("fill", objects)
-        object_bytes = (master.resident() - before) / objects
+        made[0].call("fill", count)
+        object_bytes = (master.resident() - before) / count
         for client in made[1:]:
-            client.call("fill", objects // 10)
+            client.call("fill", count // 10)
         lines = []
-        for name, (kind, calls) in ASKED.items():
+        for name, kind in ASKED.items():
             say(f"master: {name}")
             busy, start = cpu_s(master.pid), time.perf_counter()
             for client in made:
@@ -207,7 +200,6 @@ def measure(
                 {
                     "what": name,
                     "kind": kind,
-                    "calls": calls,
                     "clients": clients,
                     "per_second": round(asked / took),
                     "per_core_second": round(asked / busy),
@@ -221,9 +213,9 @@ def measure(
         with workers[0].make(Idle, master.address, idle_clients):
             idle = _idle(master, idle_seconds)
     return {
-        "objects": objects,
+        "objects": count,
         "object_bytes": round(object_bytes),
-        "key_bytes": len(KEY.format(0)),
+        "name_bytes": len(objects.name_of(NAMESPACE, Key.derived(bytes(32)))),
         "lines": lines,
         "idle_clients": idle_clients,
         "idle_ms_per_s_and_client": round(1000 * (idle - alone) / idle_clients, 4),

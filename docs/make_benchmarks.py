@@ -22,7 +22,9 @@ from bench.tables import number
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "bench" / "results"
 PAGE = DOCS / "benchmarks.md"
-_BLOCK = re.compile(r"(<!-- (?P<name>[a-z_]+)(?P<files>(?: \S+)*) -->\n)(?P<old>.*?)(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(<!-- (?P<name>[a-z_]+)(?P<files>(?: \S+)*) -->\n)(?P<old>.*?)(<!-- end -->)", re.DOTALL
+)
 
 #: A loop that is so many percent slower runs only when nothing arrives.
 STANDS_STILL = 1000.0

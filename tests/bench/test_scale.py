@@ -93,10 +93,10 @@ def test_every_figure_is_there(tmp_path: Path) -> None:
     assert broker["books"]["cached_bytes"] < broker["books"]["held_bytes"]
     assert broker["hash_gb_per_core_s"] > 0
     assert {line["kind"] for line in broker["lookups"]} == {"absent", "here", "granted", "promised"}
-    assert {line["kind"] for line in master["lines"]} == {"absent", "exists", "miss", "get", "put", "batch"}
+    assert {line["kind"] for line in master["lines"]} == {"probe", "miss", "get", "put"}
     for line in (*broker["lookups"], *master["lines"]):
         assert line["per_second"] > 0 and line["per_core_second"] > 0
-    assert master["object_bytes"] > master["key_bytes"]
+    assert master["object_bytes"] > master["name_bytes"]
     simulation = found["simulation"]
     assert {line["of"] for line in simulation["lines"]} == {"machines", "memory", "brokers", "reuse"}
     for line in simulation["lines"]:
