@@ -61,8 +61,8 @@ class Plan:
 
 #: The same in a few seconds: to see that everything works, not to learn anything.
 QUICK = Plan(
-    seconds=0.1, features=2000, objects=2000, idle=2, idle_seconds=0.1, machines=(1, 1000), skews=(0.9,), cache_gib=(16,), tier_gib=(0, 64),
-    drawn=20_000, masters=(4,), rounds=2,
+    seconds=0.1, features=2000, objects=2000, idle=2, idle_seconds=0.1, machines=(1, 1000), skews=(0.9,),
+    cache_gib=(16,), tier_gib=(0, 64), drawn=20_000, masters=(4,), rounds=2,
 )  # fmt: skip
 #: What stands for a fleet where only one thing is varied.
 SKEW, CACHE_GIB, TIER_GIB = 0.9, 16, 64

@@ -273,7 +273,7 @@ def show(found: dict[str, Any]) -> None:
         figures = ("text_ms", "new_ms", "known_ms", "times")
         made.add_row(each["transport"], *(tables.number(each[name]) for name in figures))
     console.print(made)
-    console.print(tables._goals(found["goals"]))
+    console.print(tables.goals_table(found["goals"]))
 
 
 def main() -> None:

@@ -167,5 +167,3 @@ def measure(
                         }
                     )
     return lines
-
-
