@@ -69,10 +69,10 @@ def tier_of(broker: Broker) -> dict[str, int]:
     return {"open": tier["open"], **tier["counts"], **mover["tally"]}
 
 
-def wait_until(broker: Broker, what: str, name: str, value: int) -> None:
-    """Until the broker says so of its tier."""
+def wait_until(broker: Broker, what: str, name: str, least: int) -> None:
+    """Until a counter of the broker's tier is at least so high."""
     end = time.monotonic() + PATIENCE
-    while (told := tier_of(broker)).get(name) != value:
+    while (told := tier_of(broker)).get(name, 0) < least:
         if time.monotonic() > end:
             raise RuntimeError(f"not within {PATIENCE:.0f} s: {what}; the tier: {told}")
         threading.Event().wait(0.05)

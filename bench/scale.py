@@ -68,6 +68,9 @@ QUICK = Plan(
 SKEW, CACHE_GIB, TIER_GIB = 0.9, 16, 64
 #: Points of each master on the hash ring, and namespaces, with loads that are Zipf-distributed, too.
 POINTS, NAMESPACES = 256, 1000
+#: A machine's network, in each direction; threads of a master that answer, as it is started; connections that a mover
+#: makes to each one that lends memory.
+NETWORK_GBIT_S, MASTER_THREADS, CONNECTIONS = 100, 16, 2
 
 Say = Callable[[str], None]
 
@@ -196,6 +199,10 @@ def simulated(plan: Plan, say: Say) -> dict[str, Any]:
             "tier_gib": TIER_GIB,
             "skew": SKEW,
             "namespaces": NAMESPACES,
+            "points": POINTS,
+            "network_gbit_s": NETWORK_GBIT_S,
+            "master_threads": MASTER_THREADS,
+            "connections_of_a_pair": CONNECTIONS,
         },
         "seed": plan.seed,
         "lines": lines,

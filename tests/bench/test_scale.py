@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -81,7 +80,7 @@ def test_a_ring_divides_keys_and_moves_few() -> None:
     assert fleet.owner(places, whose, np.array([1.0]))[0] == whose[0], "the ring closes"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="needs Mooncake")
+@pytest.mark.mooncake
 @pytest.mark.usefixtures("no_leaks")
 def test_every_figure_is_there(tmp_path: Path) -> None:
     file = tmp_path / "scale.json"
