@@ -3,7 +3,8 @@
     python bench/scale.py [--json FILE] [--only SECTION ...] [--quick]
 
 `costs` measures this machine; `simulation` draws and computes, the same figures for the same seed. What a GPU is asked
-is taken from a stored run of the real SGLang on one. A full run takes about three minutes on two cores.
+is taken from a stored run of the real SGLang on one. With the simulation alone, a result's measured costs stay as they
+are. A full run takes about two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ class Plan:
     """How much is measured, and which fleets are looked at."""
 
     seconds: float = 4.0
-    clients: int = 2
     features: int = 50_000
     objects: int = 50_000
     idle: int = 16
@@ -96,12 +96,10 @@ def measured(plan: Plan, say: Say) -> dict[str, Any]:
         return {
             "broker": {
                 "books": costs.books(shop, plan.features),
-                "lookups": costs.lookups(shop, plan.seconds, plan.clients, say),
+                "lookups": costs.lookups(shop, plan.seconds, say),
                 "hash_gb_per_core_s": costs.hashing(plan.seconds),
             },
-            "master": store.measure(
-                shop, plan.seconds, plan.clients, plan.objects, plan.idle, plan.idle_seconds, say
-            ),
+            "master": store.measure(shop, plan.seconds, plan.objects, plan.idle, plan.idle_seconds, say),
         }
 
 
@@ -331,8 +329,8 @@ def main() -> None:
     show(found)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        if len(sections) < len(SECTIONS) and options.json.exists():
-            found = json.loads(options.json.read_text()) | found  # the others' figures stay
+        if "costs" not in sections and options.json.exists():  # what was measured stays, and where
+            found = found | json.loads(options.json.read_text()) | {"simulation": found["simulation"]}
         options.json.write_text(json.dumps(found, indent=1) + os.linesep)
 
 

@@ -23,6 +23,7 @@ from mmbroker.tier import objects
 from mmbroker.tier.objects import HEADER
 from mmbroker.tier.store import MooncakeStore
 
+from .costs import WORKERS
 from .operators import cpu_s
 from .processes import PATIENCE, Workshop
 
@@ -175,16 +176,15 @@ def silence() -> None:
 def measure(
     shop: Workshop,
     seconds: float,
-    clients: int,
     count: int,
     idle_clients: int,
     idle_seconds: float,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Operations a second of so many clients, and of one core's time of the master; what an object costs it, and what
+    """Operations a second of all clients, and of one core's time of the master; what an object costs it, and what
     clients that ask for nothing."""
     with Master(shop.place("master")) as master:
-        workers = [shop.worker(f"client{n}") for n in range(clients)]
+        workers = [shop.worker(name) for name in WORKERS]
         made = [worker.make(Client, master.address, 256, n) for n, worker in enumerate(workers)]
         say("master: memory of an object")
         made[0].call("fill", count // 10)
@@ -205,7 +205,7 @@ def measure(
                 {
                     "what": name,
                     "kind": kind,
-                    "clients": clients,
+                    "clients": len(made),
                     "per_second": round(asked / took),
                     "per_core_second": round(asked / busy),
                 }

@@ -145,7 +145,7 @@ def measure(
     # Room for every object of a block, twice: what was removed may be kept for a moment.
     mib = (2 * largest * max(2, count // BLOCKS) >> 20) + 64
     with Master(shop.place("master"), default_kv_lease_ttl="10ms") as master:
-        far, near = shop.worker("far"), shop.worker("near")
+        far, near = shop.worker("first"), shop.worker("second")
         with (
             far.make(Far, master.address, mib, largest) as other,
             near.make(Near, master.address, largest, other.call("port"), far.pid) as asker,

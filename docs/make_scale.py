@@ -450,7 +450,7 @@ def _machines(axes: Any, lines: list[dict[str, Any]]) -> list[int]:
 
 
 def _answers(plots: Any, found: Found) -> Any:
-    by_skew = _by_skew(found)
+    by_skew, once = _by_skew(found), 100 * found["simulation"]["assumed"]["once"]
     figure, panels = plots.panels(len(by_skew), "Who answers a request for a picture")
     for axes, (skew, lines) in zip(panels, by_skew.items(), strict=True):
         machines = _machines(axes, lines)
@@ -458,16 +458,25 @@ def _answers(plots: Any, found: Found) -> Any:
         axes.stackplot(machines, shares, colors=("#0f766e", "#5eead4", "#e2e8f0"))
         axes.set_title(f"skew {skew:g}", fontsize=11, loc="left")
         axes.set_ylim(0, 100)
+        axes.axhline(100 - once, color="#94a3b8", linestyle="--")
         low = 0.0
         for name, values, colour in zip(
             ("its broker's cache", "the tier", "made"), shares, ("white", "#134e4a", "#475569"), strict=True
         ):
             if values[-1] > 7:
+                middle = 91 if name == "made" else low + values[-1] / 2  # above the line of what comes once
                 axes.annotate(
-                    f"{name} {values[-1]:.0f} %", (machines[-1], low + values[-1] / 2), xytext=(-6, -4),
+                    f"{name} {values[-1]:.0f} %", (machines[-1], middle), xytext=(-6, -4),
                     textcoords="offset points", ha="right", color=colour, fontweight="bold",
                 )  # fmt: skip
             low += values[-1]
+    panels[0].annotate(
+        "pictures that come only once",
+        (1, 100 - once),
+        xytext=(4, 5),
+        textcoords="offset points",
+        color="#475569",
+    )
     panels[0].set_yticks([0, 25, 50, 75, 100], ["0 %", "25 %", "50 %", "75 %", "100 %"])
     return figure
 

@@ -34,7 +34,9 @@ def test_every_figure_is_there(tmp_path: Path) -> None:
         "no tier", "the store has not got it", "no tier, later", "the store is left alone",
     ]  # fmt: skip
     assert all(line["p50"] > 0 for line in found["misses"])
-    assert found["picture"]["mb"] > 1 and found["picture"]["made_ms"] > 0 and found["picture"]["fetched_ms"] > 0
+    assert (
+        found["picture"]["mb"] > 1 and found["picture"]["made_ms"] > 0 and found["picture"]["fetched_ms"] > 0
+    )
     assert {goal["what"] for goal in found["goals"]} >= {"features that came altered"}
     for title in ("Between two processes", "A worker's hits", "A worker's misses", "A picture of"):
         assert title in done.stdout
