@@ -9,19 +9,16 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.demand import Found, fleet, fullest, largest, master_cores, mover_cores, network_gbit_s
 from bench.tables import number
 from docs.make_benchmarks import RESULTS, Lines, Maker, missed, page, table, where
 
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "scale.md"
-
-Found = Mapping[str, Any]
 
 
 def percent(share: float) -> str:
@@ -36,77 +33,6 @@ def count(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def fleet(found: Found, of: str, **given: float) -> dict[str, Any]:
-    """The line of the simulation that has these properties; by default those that stand for all."""
-    assumed = found["simulation"]["assumed"]
-    wanted = {"skew": assumed["skew"], **given}
-    return next(
-        line
-        for line in found["simulation"]["lines"]
-        if line["of"] == of and all(line[name] == value for name, value in wanted.items())
-    )
-
-
-def largest(found: Found) -> dict[str, Any]:
-    return fleet(found, "machines", machines=max(line["machines"] for line in found["simulation"]["lines"]))
-
-
-# --- what is asked of each part -------------------------------------------------------------------------------------
-
-
-def _core(found: Found, part: str, kind: str) -> float:
-    """Seconds of a core for one of what was measured."""
-    lines = found["costs"][part]["lookups" if part == "broker" else "lines"]
-    return float(1 / next(line["per_core_second"] for line in lines if line["kind"] == kind))
-
-
-def master_cores(found: Found, line: Found) -> float:
-    """Cores that the master needs. A feature that is found takes two questions, its header and its bytes."""
-    misses = line["tier_lookups_per_s"] - line["tier_gets_per_s"]
-    idle = found["costs"]["master"]["idle_ms_per_s_and_client"] / 1000
-    return (
-        misses * _core(found, "master", "miss")
-        + 2 * line["tier_gets_per_s"] * _core(found, "master", "get")
-        + line["tier_puts_per_s"] * _core(found, "master", "put")
-        + max(0.0, idle) * line["machines"] * line["brokers"]
-    )
-
-
-def network_gbit_s(line: Found) -> float:
-    """Of a machine, in each direction: what it gets and stores, and as much for the others. Any machine's memory may
-    have an object, also the one that asks."""
-    elsewhere = 1 - 1 / line["machines"]
-    return float(8 * (line["machine_in_mb_per_s"] + line["machine_out_mb_per_s"]) * elsewhere / 1000)
-
-
-def broker_cores(found: Found, line: Found) -> float:
-    """Each request asks for a promise, and is granted a feature."""
-    each = _core(found, "broker", "promised") + _core(found, "broker", "granted")
-    return float(line["broker_lookups_per_s"]) * each
-
-
-def mover_cores(found: Found, tier: Found, line: Found) -> float:
-    """What it gets, verifies and stores, and what it gives to others from memory that it lends."""
-    told = next(each for each in tier["hits"]["lines"] if each["mb"] == 9.6)
-    per_mb = {name: ms / 1000 / told["mb"] for name, ms in told["cpu_ms"].items()}
-    gets, puts = (line[f"machine_{way}_mb_per_s"] / line["brokers"] for way in ("in", "out"))
-    return float(
-        gets * (per_mb["asking mover"] + per_mb["storing mover"])
-        + puts * told["put_cpu_ms"] / 1000 / told["mb"]
-    )
-
-
-def parts(found: Found, tier: Found, line: Found) -> list[tuple[str, float, float, str]]:
-    """Each part: what one has, what is asked of it, in which unit."""
-    assumed = found["simulation"]["assumed"]
-    return [
-        ("a machine's network, each direction", assumed["network_gbit_s"], network_gbit_s(line), "Gbit/s"),
-        ("a mover", 1.0, mover_cores(found, tier, line), "core"),
-        ("a broker's only thread", 1.0, broker_cores(found, line), "core"),
-        ("the master, for the whole fleet", assumed["master_threads"], master_cores(found, line), "cores"),
-    ]
-
-
 # --- the page's blocks ----------------------------------------------------------------------------------------------
 
 
@@ -119,10 +45,6 @@ def first(found: Found, tier: Found) -> Lines:
             for what, has, asked, unit in fullest(found, tier, line)
         ],
     )
-
-
-def fullest(found: Found, tier: Found, line: Found) -> list[tuple[str, float, float, str]]:
-    return sorted(parts(found, tier, line), key=lambda part: -part[2] / part[1])
 
 
 def first_said(found: Found, tier: Found) -> Lines:
@@ -410,9 +332,6 @@ BLOCKS: dict[str, Maker] = {
 }  # fmt: skip
 
 
-# --- plots ----------------------------------------------------------------------------------------------------------
-
-
 def results() -> Found:
     """The result of `bench/scale.py` that the page stands on."""
     (name,) = set(re.findall(r"<!-- first (\S+) ", PAGE.read_text()))
@@ -420,97 +339,8 @@ def results() -> Found:
     return found
 
 
-def draw(found: Found, directory: Path) -> list[Path]:
-    """Who answers, and what it asks, by the number of machines."""
-    from docs import plots
-
-    return [
-        plots.save(_answers(plots, found), directory / "scale-answers.svg"),
-        plots.save(_load(plots, found), directory / "scale-load.svg"),
-    ]
-
-
-def _by_skew(found: Found) -> dict[float, list[dict[str, Any]]]:
-    made: dict[float, list[dict[str, Any]]] = {}
-    for line in found["simulation"]["lines"]:
-        if line["of"] == "machines":
-            made.setdefault(line["skew"], []).append(line)
-    return made
-
-
-def _machines(axes: Any, lines: list[dict[str, Any]]) -> list[int]:
-    machines = [line["machines"] for line in lines]
-    axes.set_xscale("log")
-    axes.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
-    axes.minorticks_off()
-    axes.set_xlim(machines[0], machines[-1])
-    axes.set_xlabel("machines of 8 GPUs")
-    axes.spines[["top", "right"]].set_visible(False)
-    return machines
-
-
-def _answers(plots: Any, found: Found) -> Any:
-    by_skew, once = _by_skew(found), 100 * found["simulation"]["assumed"]["once"]
-    figure, panels = plots.panels(len(by_skew), "Who answers a request for a picture")
-    for axes, (skew, lines) in zip(panels, by_skew.items(), strict=True):
-        machines = _machines(axes, lines)
-        shares = [[100 * line[name] for line in lines] for name in ("local", "tier", "made")]
-        axes.stackplot(machines, shares, colors=("#0f766e", "#5eead4", "#e2e8f0"))
-        axes.set_title(f"skew {skew:g}", fontsize=11, loc="left")
-        axes.set_ylim(0, 100)
-        axes.axhline(100 - once, color="#94a3b8", linestyle="--")
-        low = 0.0
-        for name, values, colour in zip(
-            ("its broker's cache", "the tier", "made"), shares, ("white", "#134e4a", "#475569"), strict=True
-        ):
-            if values[-1] > 7:
-                middle = 91 if name == "made" else low + values[-1] / 2  # above the line of what comes once
-                axes.annotate(
-                    f"{name} {values[-1]:.0f} %", (machines[-1], middle), xytext=(-6, -4),
-                    textcoords="offset points", ha="right", color=colour, fontweight="bold",
-                )  # fmt: skip
-            low += values[-1]
-    panels[0].annotate(
-        "pictures that come only once",
-        (1, 100 - once),
-        xytext=(4, 5),
-        textcoords="offset points",
-        color="#475569",
-    )
-    panels[0].set_yticks([0, 25, 50, 75, 100], ["0 %", "25 %", "50 %", "75 %", "100 %"])
-    return figure
-
-
-def _load(plots: Any, found: Found) -> Any:
-    assumed = found["simulation"]["assumed"]
-    figure, (left, right) = plots.panels(2, "What that asks for", sharey=False)
-    for (skew, lines), colour in zip(_by_skew(found).items(), ("#b45309", "#0f766e", "#4f46e5"), strict=True):
-        for axes, values in (
-            (left, [master_cores(found, line) for line in lines]),
-            (right, [network_gbit_s(line) for line in lines]),
-        ):
-            machines = _machines(axes, lines)
-            axes.plot(machines, values, "o-", color=colour, markersize=4, label=f"skew {skew:g}")
-    left.set_title("cores of the one master", fontsize=11, loc="left")
-    left.set_yscale("log")
-    left.axhline(assumed["master_threads"], color="#94a3b8", linestyle="--")
-    left.set_yticks([0.01, 0.1, 1, 10], ["0.01", "0.1", "1", "10"])
-    left.annotate(
-        "its threads",
-        (1, assumed["master_threads"]),
-        xytext=(4, -12),
-        textcoords="offset points",
-        color="#475569",
-    )
-    left.minorticks_off()
-    left.legend(frameon=False, loc="lower right")
-    right.set_title("Gbit/s of a machine's network, in each direction", fontsize=11, loc="left")
-    right.set_ylim(0)
-    for axes in (left, right):
-        axes.grid(axis="y", color="#e2e8f0")
-    return figure
-
-
 if __name__ == "__main__":
+    from docs.scale_plots import draw
+
     draw(results(), DOCS)
     PAGE.write_text(page(PAGE.read_text(), BLOCKS))
