@@ -33,15 +33,22 @@ def _core(found: Found, part: str, kind: str) -> float:
 
 
 def master_cores(found: Found, line: Found) -> float:
-    """Cores that the master needs. A feature that is found takes two questions, its header and its bytes."""
-    misses = line["tier_lookups_per_s"] - line["tier_gets_per_s"]
+    """Cores that the master needs."""
     idle = found["costs"]["master"]["idle_ms_per_s_and_client"] / 1000
-    return (
-        misses * _core(found, "master", "miss")
-        + 2 * line["tier_gets_per_s"] * _core(found, "master", "get")
-        + line["tier_puts_per_s"] * _core(found, "master", "put")
-        + max(0.0, idle) * line["machines"] * line["brokers"]
-    )
+    asked = sum(number * _core(found, "master", kind) for kind, number in _of_the_master(line).items())
+    return asked + max(0.0, idle) * line["machines"] * line["brokers"]
+
+
+def master_calls(found: Found, line: Found) -> float:
+    """Calls a second that the master gets."""
+    calls = {each["kind"]: each["calls"] for each in found["costs"]["master"]["lines"]}
+    return float(sum(number * calls[kind] for kind, number in _of_the_master(line).items()))
+
+
+def _of_the_master(line: Found) -> dict[str, float]:
+    """What is asked of it in a second. What is found is read twice: its header, and its bytes."""
+    gets, puts = line["tier_gets_per_s"], line["tier_puts_per_s"]
+    return {"miss": line["tier_lookups_per_s"] - gets, "get": 2 * gets, "put": puts}
 
 
 def network_gbit_s(line: Found) -> float:

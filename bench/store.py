@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -54,12 +56,13 @@ class Master:
     def __init__(self, log: str, **flags: object) -> None:
         import mooncake
 
-        self._port = free_port()
+        self._port, metrics = free_port(), free_port()
+        self._metrics = f"127.0.0.1:{metrics}"
         flags = {
             "rpc_address": "127.0.0.1",
             "rpc_port": self._port,
             "metrics_host": "127.0.0.1",
-            "metrics_port": free_port(),
+            "metrics_port": metrics,
             **flags,
         }
         program = Path(mooncake.__file__).with_name("mooncake_master")
@@ -81,6 +84,16 @@ class Master:
                 self.close()
                 raise RuntimeError(f"the master did not start: {Path(log).read_text()[-2000:]}")
             threading.Event().wait(0.02)
+
+    def calls(self) -> int:
+        """Calls that it has answered so far."""
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(f"http://{self._metrics}/metrics", timeout=PATIENCE) as answer:
+            told = answer.read().decode()
+        return sum(
+            int(float(number))
+            for number in re.findall(r"^\w+_requests_total ([\d.e+]+)$", told, re.MULTILINE)
+        )
 
     def resident(self) -> int:
         """Bytes of memory that it has in use."""
@@ -196,7 +209,7 @@ def measure(
         lines = []
         for name, kind in ASKED.items():
             say(f"master: {name}")
-            busy, start = cpu_s(master.pid), time.perf_counter()
+            calls, busy, start = master.calls(), cpu_s(master.pid), time.perf_counter()
             for client in made:
                 client.start("ask", kind, seconds)
             asked = sum(client.result() for client in made)
@@ -205,6 +218,7 @@ def measure(
                 {
                     "what": name,
                     "kind": kind,
+                    "calls": round((master.calls() - calls) / asked, 1),
                     "clients": len(made),
                     "per_second": round(asked / took),
                     "per_core_second": round(asked / busy),

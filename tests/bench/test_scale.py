@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import fleet
+from bench import demand, fleet
 from bench.fleet import Fleet
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "scale.py"
@@ -80,6 +80,28 @@ def test_a_ring_divides_keys_and_moves_few() -> None:
     assert fleet.owner(places, whose, np.array([1.0]))[0] == whose[0], "the ring closes"
 
 
+def test_demand_is_load_times_costs() -> None:
+    costs = [
+        {"kind": "miss", "calls": 1, "per_core_second": 100},
+        {"kind": "get", "calls": 2, "per_core_second": 50},
+        {"kind": "put", "calls": 2, "per_core_second": 10},
+    ]
+    lookups = [{"kind": "promised", "per_core_second": 10}, {"kind": "granted", "per_core_second": 40}]
+    master = {"lines": costs, "idle_ms_per_s_and_client": 1.0}
+    found = {"costs": {"master": master, "broker": {"lookups": lookups}}}
+    line = {
+        "machines": 4, "brokers": 2, "tier_lookups_per_s": 30.0, "tier_gets_per_s": 10.0, "tier_puts_per_s": 5.0,
+        "broker_lookups_per_s": 8.0, "machine_in_mb_per_s": 96.0, "machine_out_mb_per_s": 192.0,
+    }  # fmt: skip
+    assert demand.master_calls(found, line) == 20 + 2 * 2 * 10 + 2 * 5
+    assert demand.master_cores(found, line) == pytest.approx(0.2 + 0.4 + 0.5 + 4 * 2 * 0.001)
+    assert demand.broker_cores(found, line) == pytest.approx(0.8 + 0.2)
+    assert demand.network_gbit_s(line) == pytest.approx(8 * 0.288 * 3 / 4)
+    hit = {"mb": 9.6, "cpu_ms": {"asking mover": 9.6, "storing mover": 4.8}, "put_cpu_ms": 19.2}
+    cores = demand.mover_cores(found, {"hits": {"lines": [hit]}}, line)
+    assert cores == pytest.approx(48 * 0.0015 + 96 * 0.002), "of each of two movers"
+
+
 @pytest.mark.mooncake
 @pytest.mark.usefixtures("no_leaks")
 def test_every_figure_is_there(tmp_path: Path) -> None:
@@ -95,6 +117,8 @@ def test_every_figure_is_there(tmp_path: Path) -> None:
     assert {line["kind"] for line in master["lines"]} == {"probe", "miss", "get", "put"}
     for line in (*broker["lookups"], *master["lines"]):
         assert line["per_second"] > 0 and line["per_core_second"] > 0
+    calls = {line["kind"]: line["calls"] for line in master["lines"]}
+    assert calls["get"] > calls["miss"] >= 1 and calls["put"] >= 2
     assert master["object_bytes"] > master["name_bytes"]
     simulation = found["simulation"]
     assert {line["of"] for line in simulation["lines"]} == {"machines", "memory", "brokers", "reuse"}
