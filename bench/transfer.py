@@ -144,7 +144,7 @@ def measure(
     largest = round(max(sizes) * 1e6)
     # Room for every object of a block, twice: what was removed may be kept for a moment.
     mib = (2 * largest * max(2, count // BLOCKS) >> 20) + 64
-    with Master(shop.place("master"), default_kv_lease_ttl="10ms") as master:
+    with Master(shop.place("master")) as master:
         far, near = shop.worker("first"), shop.worker("second")
         with (
             far.make(Far, master.address, mib, largest) as other,
