@@ -53,13 +53,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests that need a GPU are chosen only by name: `-m gpu`, or an expression with it, but no other.
 
     Tests that need a browser are chosen where there is one: it cannot be installed without the machine's owner. Those
-    that need the real vLLM run in its own environment, and those that need Mooncake where it is installed.
+    that need the real vLLM run in its own environment.
     """
     absent = set() if "gpu" in str(config.option.markexpr) else {"gpu"}
     if importlib.util.find_spec("vllm") is None:
         absent.add("vllm")
-    if importlib.util.find_spec("mooncake") is None:
-        absent.add("mooncake")
     if not os.environ.get("MMBROKER_SGLANG"):
         absent.add("both")
     if browser.find() is None:
