@@ -64,7 +64,7 @@ class Mover:
 def tier_of(broker: Broker) -> dict[str, int]:
     """What a broker says of its only tier: is it open, what came of what it sought, and what its mover counts."""
     told = broker.status()
-    (tier,) = told["tiers"]
+    (tier,) = told["movers"]
     (mover,) = [session for session in told["sessions"] if session["pid"] == tier["pid"]]
     return {"open": tier["open"], **tier["counts"], **mover["tally"]}
 
