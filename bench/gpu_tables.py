@@ -11,7 +11,7 @@ from rich.table import Table
 from mmbroker.screen import table
 
 from . import gpu_loop, gpu_rows, gpu_sglang
-from .tables import _goals, _print, number
+from .tables import _print, goals_table, number
 
 
 def show(found: Mapping[str, Any]) -> None:
@@ -30,7 +30,7 @@ def show(found: Mapping[str, Any]) -> None:
     if left := found.get("left_out"):
         console.print(f"\nleft out: {', '.join(left['ways'])}: {left['why']}")
     if found.get("goals"):
-        _print(console, _goals(found["goals"]))
+        _print(console, goals_table(found["goals"]))
     for section, why in found["failed"].items():
         console.print(f"\nFAILED: {section}: {why}")
 

@@ -401,7 +401,7 @@ def show(found: dict[str, Any]) -> None:
             each["transport"], *(tables.number(each[name]) for name in ("text_ms", "new_ms", "known_ms"))
         )
     console.print(made)
-    console.print(tables._goals(found["goals"]))
+    console.print(tables.goals_table(found["goals"]))
     for left in found["left_out"]:
         console.print(f"left out: {left}")
 

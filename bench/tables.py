@@ -35,7 +35,7 @@ def show(found: Mapping[str, Any]) -> None:
             for made in make(found[section]):
                 _print(console, made)
     if found["goals"]:
-        _print(console, _goals(found["goals"]))
+        _print(console, goals_table(found["goals"]))
 
 
 def _print(console: Console, made: Table) -> None:
@@ -162,7 +162,7 @@ def _memory(found: dict[str, Any]) -> Iterable[Table]:
     yield made
 
 
-def _goals(goals: list[dict[str, Any]]) -> Table:
+def goals_table(goals: list[dict[str, Any]]) -> Table:
     made = table("Goals", "what", ">goal", ">measured", "")
     for goal in goals:
         bound = f"{'<=' if goal['at_most'] else '>='} {goal['goal']:g}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,25 @@ from bench.tables import number
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "bench" / "results"
 PAGE = DOCS / "benchmarks.md"
-_BLOCK = re.compile(r"(<!-- (?P<name>[a-z_]+)(?: (?P<file>\S+))? -->\n)(?P<old>.*?)(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(<!-- (?P<name>[a-z_]+)(?P<files>(?: \S+)*) -->\n)(?P<old>.*?)(<!-- end -->)", re.DOTALL
+)
 
 #: A loop that is so many percent slower runs only when nothing arrives.
 STANDS_STILL = 1000.0
 
 Lines = Iterator[str]
+#: What makes a block's lines from the results that it names.
+Maker = Callable[..., Lines]
 
 
-def page(text: str) -> str:
-    """The page with every table made anew."""
+def page(text: str, makers: Mapping[str, Maker] | None = None) -> str:
+    """The page with every block made anew."""
+    makers = TABLES if makers is None else makers
 
     def block(found: re.Match[str]) -> str:
-        name, file = found["name"], found["file"]
-        made = TABLES[name](json.loads((RESULTS / file).read_text())) if file else WITHOUT_FILE[name]()
-        return f"{found[1]}{_joined(made)}{found[5]}"
+        results = [json.loads((RESULTS / file).read_text()) for file in found["files"].split()]
+        return f"{found[1]}{_joined(makers[found['name']](*results))}{found[5]}"
 
     return _BLOCK.sub(block, text)
 
@@ -312,7 +316,7 @@ def _inside(found: dict[str, Any]) -> Lines:
     )  # fmt: skip
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], Lines]] = {
+TABLES: dict[str, Maker] = {
     "where": where,
     "rows": rows,
     "producer": producer,
@@ -324,8 +328,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], Lines]] = {
     "gpu_latency": gpu_latency,
     "gpu_memory": gpu_memory,
     "missed": missed,
+    "serve": serve,
 }
-WITHOUT_FILE: dict[str, Callable[[], Lines]] = {"serve": serve}
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "bench" / "results"
@@ -79,19 +80,26 @@ def _panel(axes: Axes, title: str, lines: dict[str, list[tuple[float, float]]], 
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(target: Path) -> None:
-    """The same bytes from the same results, with one version of matplotlib."""
+def panels(count: int, title: str, sharey: bool = True) -> tuple[Figure, Any]:
+    """A figure with so many panels side by side, in the style of all."""
     plt.rcParams.update(
         {"svg.hashsalt": "mmbroker", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10}
     )
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
-    figure.suptitle(
-        "What one picture costs the scheduler's thread (p50)",
-        fontsize=13,
-        fontweight="bold",
-        x=0.01,
-        ha="left",
-    )
+    figure, axes = plt.subplots(1, count, figsize=(11, 4.4), sharey=sharey, layout="constrained")
+    figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
+    return figure, axes
+
+
+def save(figure: Figure, target: Path) -> Path:
+    """The same bytes from the same results, with one version of matplotlib."""
+    figure.savefig(target, format="svg", facecolor="white", metadata={"Date": None})
+    plt.close(figure)
+    return target
+
+
+def draw(target: Path) -> None:
+    """What one picture costs the scheduler's thread."""
+    figure, (left, right) = panels(2, "What one picture costs the scheduler's thread (p50)")
     _panel(left, "on an H200, beside SGLang 0.5.17", _lines(_load(GPU)["rows"], "way", "p50"), ON_GPU)
     _panel(
         right,
@@ -99,8 +107,7 @@ def draw(target: Path) -> None:
         _lines(_load(CPU)["rows"], "transport", "scheduler_us_p50"),
         ON_CPU,
     )
-    figure.savefig(target, format="svg", facecolor="white", metadata={"Date": None})
-    plt.close(figure)
+    save(figure, target)
 
 
 if __name__ == "__main__":

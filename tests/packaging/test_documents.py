@@ -142,13 +142,15 @@ def test_references_are_the_codes() -> None:
         assert (ROOT / "docs" / name).read_text() == page, name
 
 
+def words(plot: Path) -> list[str]:
+    """What is written in it."""
+    return re.findall(r"<text[^>]*>([^<]+)<", plot.read_text())
+
+
 def test_the_plot_is_of_the_stored_results(tmp_path: Path) -> None:
     """`python docs/plots.py` draws it anew. Its words are compared: no version of matplotlib changes them."""
     runpy.run_path(str(ROOT / "docs" / "plots.py"))["draw"](tmp_path / "gain.svg")
-    anew, kept = (
-        re.findall(r"<text[^>]*>([^<]+)<", path.read_text())
-        for path in (tmp_path / "gain.svg", ROOT / "docs" / "gain.svg")
-    )
+    anew, kept = (words(path) for path in (tmp_path / "gain.svg", ROOT / "docs" / "gain.svg"))
     assert anew == kept and any("mmbroker" in word for word in kept)
 
 
@@ -186,6 +188,19 @@ def test_figures_are_the_stored_results() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert page == runpy.run_path(str(ROOT / "docs" / "make_benchmarks.py"))["page"](page)
     assert page.count("<!-- end -->") == len(re.findall(r"<!-- (?!end)", page)) > 5
+
+
+def test_the_page_of_many_machines_is_of_the_stored_results(tmp_path: Path) -> None:
+    """`python docs/make_scale.py` writes its blocks anew, and draws its plots, whose words are compared."""
+    maker = runpy.run_path(str(ROOT / "docs" / "make_scale.py"))
+    page = (ROOT / "docs" / "scale.md").read_text()
+    assert page == maker["page"](page, maker["BLOCKS"])
+    assert set(re.findall(r"<!-- (\w+) \w", page)) == set(maker["BLOCKS"]), "a block that no page shows"
+    from docs.scale_plots import draw  # the maker knows where it is
+
+    for drawn in draw(maker["results"](), tmp_path):
+        anew, kept = (words(path) for path in (drawn, ROOT / "docs" / drawn.name))
+        assert anew == kept and any("machines" in word for word in kept)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
