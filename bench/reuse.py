@@ -3,11 +3,11 @@
     python bench/reuse.py [--pictures N] [--json FILE]
 
 SGLang's own processors, as servers with settings make them that are nearly the same: bounds that are off by one, other
-ways to resize, other versions of a library, another model. Each setting has two, as two engines of one model do. Pictures
-that are nearly the same (their bytes, their pixels, their palettes, what they say about being turned), each with options
-that are nearly the same, are asked of both, several at once, in an order drawn at random; all go by their derived keys
-through one real broker. What comes back is compared, bit for bit, with what the very processor that was asked makes of
-the picture by itself.
+ways to resize, other versions of a library, another model's revision. Each setting has two, as two engines of one model
+do. Pictures that are nearly the same (their bytes, their pixels, their palettes, what they say about being turned), each
+with options that are nearly the same, are asked of both, several at once, in an order drawn at random; all go by their
+derived keys through one real broker. What comes back is compared, bit for bit, with what the very processor that was
+asked makes of the picture by itself.
 """
 
 from __future__ import annotations
