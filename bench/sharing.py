@@ -50,7 +50,7 @@ MAX_PIXELS: Final = 512 * 28 * 28
 IN_FLIGHT: Final = 4
 TOKENS: Final = 4
 #: One layer, one head: as little of a model as there can be.
-VISION: Final = {
+VISION: Final[dict[str, Any]] = {
     "depth": 1,
     "hidden_size": 16,
     "intermediate_size": 16,
