@@ -275,10 +275,11 @@ def outputs(found: dict[str, Any]) -> Lines:
 
 def reuse(found: dict[str, Any]) -> Lines:
     yield (
-        f"{found['pictures']:,} pictures, from {found['settings']} settings of two processors each, {found['encoded pictures']} "
-        f"encoded pictures and {found['options']} options of a request: {found['through the broker']:,} came by way of the "
-        f"broker and {found['refused by SGLang']:,} were refused by SGLang in the same words; {found['keys']:,} keys for "
-        f"{found['outputs']:,} different outputs; {found['wrong']} wrong."
+        f"{found['pictures']:,} pictures: {found['settings']} settings of two processors each, "
+        f"{found['encoded pictures']} encoded pictures, {found['options']} options of a request. "
+        f"{found['through the broker']:,} came by way of the broker, {found['refused by SGLang']:,} were refused by "
+        f"SGLang in the same words; {found['keys']:,} keys for {found['outputs']:,} different outputs; "
+        f"{found['wrong']} wrong."
     )
 
 
