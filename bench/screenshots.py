@@ -17,7 +17,7 @@ from mmbroker.demo import pictures
 SIZE: Final = (1920, 1080)
 #: So many desktops there are; each screenshot has a photograph of its own on one of them.
 _DESKTOPS: Final = 4
-_PHOTOGRAPH: Final = (480, 270)
+_PHOTOGRAPH: Final = (320, 180)
 
 
 def screenshot(seed: int) -> str:
