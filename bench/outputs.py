@@ -14,12 +14,9 @@ import base64
 import io
 import json
 import os
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,13 +28,14 @@ if not __package__:  # run as a script: the package is this directory
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench import machine
+from bench.processes import Workshop
 from mmbroker.adapters.sglang.settings import SHARE_OUTPUTS
 from mmbroker.demo import pictures
 from mmbroker.demo.engine import Engine
 from mmbroker.demo.model import make
 
 #: The encoder: 8 layers, 320 wide.
-VISION: Final = {
+VISION: Final[dict[str, Any]] = {
     "depth": 8,
     "hidden_size": 320,
     "intermediate_size": 864,
@@ -96,31 +94,19 @@ def run(count: int) -> dict[str, Any]:
         "machine": machine.describe(),
         "versions": machine.versions(),
     }
-    with ExitStack() as stack:
-        root = Path(tempfile.mkdtemp(prefix="mmb-", dir="/tmp"))
-        stack.callback(shutil.rmtree, root)
-        model = root / "model"
+    with Workshop() as shop, shop.broker(host_mib=1024) as broker, ExitStack() as stack:
+        model = Path(shop.place("model"))
         model.mkdir()
         make(model, **VISION)
-        broker = subprocess.Popen(
-            [sys.executable, "-m", "mmbroker", "start", "--cpu", "--host-mib", "1024"],
-            env={**os.environ, "MMBROKER_DIR": str(root / "broker")},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        stack.callback(broker.wait)
-        stack.callback(broker.terminate)
-        assert broker.stdout is not None
-        broker.stdout.readline()
         engines: dict[str, Engine] = {}
         for name, shares in SERVERS.items():
-            scratch = root / f"server-{len(engines)}"
+            scratch = Path(shop.place("e"))
             scratch.mkdir()
             engine = Engine(
                 model,
                 scratch,
-                ("--mm-transport", "broker", "--mm-broker", str(root / "broker" / "cpu")),
-                {SHARE_OUTPUTS: "1" if shares else "0", "SGLANG_CPU_OMP_THREADS_BIND": "0"},
+                ("--mm-transport", "broker", "--mm-broker", broker.path),
+                {SHARE_OUTPUTS: "1" if shares else "0"},
                 measure=True,
             )
             engines[name] = engine

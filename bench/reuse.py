@@ -2,12 +2,12 @@
 
     python bench/reuse.py [--pictures N] [--json FILE]
 
-SGLang's own processors, as servers with settings make them that are nearly the same: bounds that are off by one, other
-ways to resize, other versions of a library, another model. Each setting has two, as two engines of one model do. Pictures
-that are nearly the same (their bytes, their pixels, their palettes, what they say about being turned), each with options
-that are nearly the same, are asked of both, several at once, in an order drawn at random; all go by their derived keys
-through one real broker. What comes back is compared, bit for bit, with what the very processor that was asked makes of
-the picture by itself.
+SGLang's own processors, as servers make them whose settings are nearly the same: bounds that are off by one, other ways
+to resize, other versions of a library, another revision of a model. Each setting has two, as two engines of one model
+do. Pictures that are nearly the same (their bytes, their pixels, their palettes, what they say about being turned) are
+asked of both, each with options that are nearly the same, several at once, in an order drawn at random. All go by their
+derived keys through one real broker. What comes back is compared, bit for bit, with what the very processor that was
+asked makes of the picture by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import asyncio
 import base64
 import copy
 import hashlib
-import io
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -38,10 +37,11 @@ if not __package__:  # run as a script: the package is this directory
 
 import mmbroker
 from bench import machine
+from bench.alike import OPTIONS, Server, album, servers
 from bench.processes import Workshop
+from mmbroker.adapters.fingerprint import versions
 from mmbroker.adapters.sglang import artifacts, holding, joining, settings, shaping
 from mmbroker.adapters.sglang.asking import Asking
-from mmbroker.demo import pictures
 from mmbroker.demo.engine import CPU_ENVIRONMENT
 from mmbroker.demo.model import tiny_model
 from mmbroker.proto.reference import is_reference
@@ -49,157 +49,8 @@ from mmbroker.proto.reference import is_reference
 ENGINE: Final = "engine"
 AT_ONCE: Final = 8
 SEED: Final = 0
-#: Width and height of most pictures: whole patches, so that a bound that is off by one tells.
-SIZE: Final = (112, 84)
-PIXELS: Final = SIZE[0] * SIZE[1]
 #: A request's wait for the broker, in seconds.
 WAIT: Final = 30.0
-
-
-# --- what is nearly the same ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server's settings, as far as they could matter to a picture. `attributes`: of the image processor."""
-
-    name: str
-    image: Mapping[str, Any] = field(default_factory=dict)
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    revision: str | None = None
-    pil: bool = False
-
-
-def servers() -> list[Server]:
-    """The plain one, those with one change, and those with one change of two kinds."""
-    mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-    edges = {"shortest_edge": 3136, "longest_edge": 12845056}
-    bounds = [
-        *(
-            Server(f"at most {pixels} pixels", {"max_pixels": pixels})
-            for pixels in range(PIXELS - 2, PIXELS + 3)
-        ),
-        *(
-            Server(f"at least {pixels} pixels", {"min_pixels": pixels})
-            for pixels in range(PIXELS - 2, PIXELS + 3)
-        ),
-        Server(f"at most {float(PIXELS)} pixels", {"max_pixels": float(PIXELS)}),
-        *(
-            Server(f"{name} {edges[name] + step}", attributes={"size": {**edges, name: edges[name] + step}})
-            for name in edges
-            for step in (-1, 1)
-        ),
-        *(
-            Server(
-                f"longest edge {PIXELS + step}", attributes={"size": {**edges, "longest_edge": PIXELS + step}}
-            )
-            for step in (-1, 0, 1)
-        ),
-    ]
-    ways = [
-        *(Server(f"resampled by {way}", attributes={"resample": way}) for way in (0, 1, 2)),
-        Server("another mean", attributes={"image_mean": [mean[0], mean[1], 0.40821072]}),
-        Server("means turned round", attributes={"image_mean": mean[::-1]}),
-        Server("another deviation", attributes={"image_std": [*std[:2], 0.2757771]}),
-        Server("rescaled by 1/256", attributes={"rescale_factor": 1 / 256}),
-        Server("not rescaled", attributes={"do_rescale": False}),
-        Server("not normalised", attributes={"do_normalize": False}),
-        Server("not resized", attributes={"do_resize": False}),
-        Server("colours as they are", attributes={"do_convert_rgb": False}),
-        Server("patches of 28", attributes={"patch_size": 28}),
-        Server("merged by one", attributes={"merge_size": 1}),
-        Server("by PIL", pil=True),
-    ]
-    about = [
-        Server("another revision", revision="main"),
-        Server("another configuration", config={"bos_token_id": 7}),
-        *(
-            Server(f"{name} 0.0.{n}", versions={name: f"0.0.{n}"})
-            for name in ("pillow", "torch")
-            for n in (1, 2)
-        ),
-        Server("a variable", environment={"SGLANG_IMAGE_MAX_PIXELS": str(PIXELS)}),
-        Server("another value of it", environment={"SGLANG_IMAGE_MAX_PIXELS": str(PIXELS - 1)}),
-    ]
-    both = [
-        replace(way, name=f"{way.name}, {bound.name}", image=bound.image)
-        for way in (*ways, *about)
-        for bound in bounds[:10:3]
-    ]
-    return [Server("plain"), *bounds, *ways, *about, *both]
-
-
-def album() -> dict[str, bytes]:
-    """Encoded pictures by what they are."""
-    from PIL import Image, PngImagePlugin
-
-    found: dict[str, bytes] = {}
-
-    def keep(name: str, picture: Any, kind: str = "PNG", **options: Any) -> None:
-        data = io.BytesIO()
-        picture.save(data, kind, **options)
-        found[name] = data.getvalue()
-
-    plain = pictures.generated(1, *SIZE)
-    keep("plain", plain)
-    for level in (1, 9):
-        keep(f"the same, compressed by {level}", plain, compress_level=level)
-    for step in (-1, 1):
-        keep(f"{step:+} wide", pictures.generated(1, SIZE[0] + step, SIZE[1]))
-        keep(f"{step:+} high", pictures.generated(1, SIZE[0], SIZE[1] + step))
-    for place in ((0, 0), (SIZE[0] - 1, SIZE[1] - 1)):
-        other = plain.copy()
-        red, green, blue = other.getpixel(place)
-        other.putpixel(place, (red ^ 1, green, blue))
-        keep(f"one bit at {place}", other)
-    gamma = PngImagePlugin.PngInfo()
-    gamma.add(b"gAMA", (45455).to_bytes(4, "big"))
-    keep("with a gamma", plain, pnginfo=gamma)
-    keep("turned over", plain.transpose(Image.Transpose.FLIP_LEFT_RIGHT))
-    for orientation in range(1, 9):
-        turned = Image.Exif()
-        turned[0x0112] = orientation
-        keep(f"JPEG, orientation {orientation}", plain, "JPEG", quality=95, exif=turned)
-        keep(f"PNG, orientation {orientation}", plain, exif=turned)
-    for quality in (94, 95):
-        keep(f"JPEG of {quality}", plain, "JPEG", quality=quality)
-    keep("JPEG in four colours", plain.convert("CMYK"), "JPEG", quality=95)
-    keep("WebP", plain, "WEBP", lossless=True)
-    for alpha in (0, 1, 128, 254, 255):
-        clear = plain.convert("RGBA")
-        clear.putalpha(alpha)
-        keep(f"alpha {alpha}", clear)
-    clear.putpixel((3, 3), (*clear.getpixel((3, 3))[:3], 254))
-    keep("alpha 254 at one place", clear)
-    grey = plain.convert("L")
-    keep("grey", grey)
-    keep("grey with alpha", grey.convert("LA"))
-    keep("black and white", grey.convert("1"))
-    keep("grey of 16 bits", grey.convert("I;16"))
-    indices = Image.frombytes("P", SIZE, bytes(n % 7 for n in range(PIXELS)))
-    for seed in (1, 2):
-        indices.putpalette(random.Random(seed).randbytes(21))
-        keep(f"palette {seed}", indices)
-        keep(f"palette {seed}, as a GIF", indices, "GIF")
-        for clear_one in (3, 4):
-            keep(f"palette {seed}, colour {clear_one} clear", indices, transparency=clear_one)
-    return found
-
-
-#: What a request says of its picture, beside its bytes.
-OPTIONS: Final[tuple[dict[str, Any], ...]] = (
-    {},
-    {"detail": "auto"},
-    {"detail": "low"},
-    {"detail": "high"},
-    {"max_dynamic_patch": 1},
-    {"max_dynamic_patch": 2},
-    {"preprocess_kwargs": {"max_pixels": PIXELS}},
-    {"preprocess_kwargs": {"max_pixels": PIXELS - 1}},
-)
 
 
 # --- a server of SGLang's, as far as it concerns pictures -----------------------------------------------------------
@@ -210,7 +61,7 @@ class Engine:
 
     def __init__(self, server: Server, asking: Asking) -> None:
         from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
-        from sglang.srt.runtime_context import publish
+        from sglang.srt.runtime_context import create_context, use_context
         from sglang.srt.server_args import ServerArgs
 
         wrapped, config = _loaded(server.pil)
@@ -224,15 +75,14 @@ class Engine:
             device="cpu",
             mm_process_config={"image": dict(server.image)} if server.image else {},
         )
-        args.resolve_once()
-        publish(args, role="tokenizer")
-        self.processor = QwenVLImageProcessor(config, args, wrapped, "default", skip_mm_pool=True)
-        versions = shaping.versions
         with (
             mock.patch.dict(os.environ, server.environment),
             mock.patch.object(shaping, "versions", lambda *all: {**versions(*all), **server.versions}),
         ):
-            found = artifacts.enable(self.processor, args, asking)
+            args.resolve_once()
+            with use_context(create_context(args, role="tokenizer")):
+                self.processor = QwenVLImageProcessor(config, args, wrapped, "default", skip_mm_pool=True)
+                found = artifacts.enable(self.processor, args, asking)
         if found is None:
             raise RuntimeError(f"SGLang's processor of {server.name!r} has no derived keys")
         self.artifacts = found
@@ -377,9 +227,11 @@ def joined(path: str) -> Iterator[tuple[Asking, Any]]:
         yield Asking(joining_, ENGINE), rank.attach(engine=ENGINE)
 
 
-async def run(path: str, count: int, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """So many pictures through the broker at `path`; what was found, with `wrong` to be zero."""
-    draw, kinds, shown, ledger = random.Random(SEED), servers(), album(), Ledger()
+async def run(
+    path: str, count: int, kinds: Sequence[Server], say: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """So many pictures of servers of these kinds, through the broker at `path`; what was found: `wrong` has to be 0."""
+    draw, shown, ledger = random.Random(SEED), album(), Ledger()
     todo = cases(count, draw, len(kinds), list(shown))
     engines: dict[tuple[int, int], Engine] = {}
     with joined(path) as (asking, table), ExitStack() as stack:
@@ -430,7 +282,12 @@ def main() -> None:
     }
     with Workshop() as shop, shop.broker(host_mib=1024) as broker:
         found |= asyncio.run(
-            run(broker.path, options.pictures, lambda text: print(text, file=sys.stderr, flush=True))
+            run(
+                broker.path,
+                options.pictures,
+                servers(),
+                lambda text: print(text, file=sys.stderr, flush=True),
+            )
         )
         found["made once, for both"] = found["through the broker"] - broker.counters()["seals"]
     found["seconds"] = round(time.monotonic() - start, 1)

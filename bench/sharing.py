@@ -4,7 +4,8 @@
 
 Real SGLang servers on the CPU. Each request has one screenshot of 1920x1080 as a PNG, which the servers bound to 512
 visual tokens; some have come before (`repeats`). With two engines both get every request, as replicas do that see the
-same documents. All lines have the same pictures, and every cache is emptied before each of them.
+same documents. Every line has pictures of its own, the same for both transports, and the caches of prefixes and the
+broker are emptied before it.
 
 What is compared is everything but the model's own work, so the model is as small as its architecture can be: on a CPU
 SGLang's attention takes seconds for what a GPU does beside the CPU's work. `tokenizer CPU` is of the servers' main
@@ -19,9 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import signal
-import string
 import sys
 import tempfile
 import time
@@ -35,25 +34,23 @@ from typing import Any, Final
 if not __package__:  # run as a script: the package is this directory
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
 
 from bench import machine, tables
 from bench.processes import Broker, Workshop
-from mmbroker.demo import pictures
+from bench.screenshots import SIZE, Album, order
 from mmbroker.demo.engine import Engine, EngineFailed
 from mmbroker.demo.model import make
 from mmbroker.screen import table
 
 OWN, SHARED = "sglang", "broker"
 REPEATS: Final = (0, 50, 90)
-SIZE: Final = (1920, 1080)
 #: 512 visual tokens.
 MAX_PIXELS: Final = 512 * 28 * 28
 IN_FLIGHT: Final = 4
 TOKENS: Final = 4
 #: One layer, one head: as little of a model as there can be.
-VISION: Final = {
+VISION: Final[dict[str, Any]] = {
     "depth": 1,
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -65,47 +62,17 @@ HOST_MIB: Final = 2048
 CACHED_TOKENS: Final = 131072
 BOUNDED: Final = ("--mm-process-config", json.dumps({"image": {"max_pixels": MAX_PIXELS}}))
 #: Pictures that warm the servers: none of a line.
-WARM: Final = (10_000, 10_001)
+WARM: Final = (500, 501)
 #: How long a line may take, and anything else that servers are asked for, in seconds.
 PATIENCE: Final = 90.0
 BRIEFLY: Final = 15.0
 
+#: A line: transport, engines, percent of repeats.
+Part = tuple[str, int, int]
+
 
 class Late(Exception):
     """It has taken too long; the message says what."""
-
-
-# --- what is sent ---------------------------------------------------------------------------------------------------
-
-
-def screenshot(seed: int) -> str:
-    """A desktop with windows, text and a photograph, as a data URL; the same for the same seed."""
-    draw = random.Random(seed)
-    width, height = SIZE
-    desktop = Image.new("RGB", SIZE, tuple(draw.randrange(225, 256) for _ in range(3)))
-    brush, font = ImageDraw.Draw(desktop), ImageFont.load_default(14)
-    for _ in range(6):
-        left, top = draw.randrange(width - 200), draw.randrange(height - 100)
-        corner = left + draw.randrange(100, 700), top + draw.randrange(60, 400)
-        brush.rectangle((left, top, *corner), fill=tuple(draw.randrange(256) for _ in range(3)), outline=0)
-    for top in range(20, height - 20, 18):
-        words = ("".join(draw.choices(string.ascii_lowercase, k=draw.randrange(2, 10))) for _ in range(36))
-        brush.text((20, top), " ".join(words), fill=(30, 30, 30), font=font)
-    photograph = pictures.generated(seed, 640, 360)
-    desktop.paste(photograph, (draw.randrange(width - 640), draw.randrange(height - 360)))
-    return pictures.data_url(desktop)
-
-
-def order(requests: int, repeats: int) -> list[int]:
-    """Numbers of pictures in an order in which `repeats` percent have come before."""
-    fresh = max(1, round(requests * (100 - repeats) / 100))
-    draw = random.Random(repeats)
-    again = set(draw.sample(range(1, requests), requests - fresh))
-    sent: list[int] = []
-    for position in range(requests):
-        known = max(sent, default=-1) + 1
-        sent.append(draw.randrange(known) if position in again else known)
-    return sent
 
 
 # --- who it is sent to ----------------------------------------------------------------------------------------------
@@ -215,10 +182,16 @@ def serving(transport: str, model: Path, shop: Workshop) -> Iterator[Servers]:
 # --- what is measured -----------------------------------------------------------------------------------------------
 
 
-def line(servers: Servers, album: Album, name: tuple[str, int, int], requests: int) -> dict[str, Any]:
+def numbers_of(part: Part, requests: int) -> list[int]:
+    """The pictures of a line, which are no other's: SGLang's cache of embeddings cannot be emptied."""
+    _, engines, repeats = part
+    return [1000 * (100 * engines + repeats) + number for number in order(requests, repeats)]
+
+
+def line(servers: Servers, album: Album, name: Part, requests: int) -> dict[str, Any]:
     """Requests at one rate of repeats, to one engine or two."""
     transport, engines, repeats = name
-    numbers = order(requests, repeats)
+    numbers = numbers_of(name, requests)
     urls = [album[number] for number in numbers]
     servers.flush()
     load, before, cpu = os.getloadavg()[0], servers.counted(engines), servers.cpu(engines)
@@ -299,21 +272,6 @@ def goals(found: dict[str, Any]) -> list[dict[str, Any]]:
     return made
 
 
-class Album:
-    """Screenshots by number, each drawn when it is first asked for."""
-
-    def __init__(self) -> None:
-        self._urls: dict[int, str] = {}
-
-    def __getitem__(self, number: int) -> str:
-        if number not in self._urls:
-            self._urls[number] = screenshot(number)
-        return self._urls[number]
-
-
-Part = tuple[str, int, int]
-
-
 def parts(found: dict[str, Any], transport: str) -> list[Part]:
     """What is still to be measured; no engines: a known picture."""
     wanted = [
@@ -336,8 +294,11 @@ def measure(
     """All that `found` lacks. What fails or is late is said, and left out; it gets new servers, once."""
     album = Album()
     requests, count = found["settings"]["requests"], found["settings"]["hits"]
-    for number in range(max(requests, count)):
-        album[number]  # drawn beforehand: it takes the processor's time
+    todo = [part for transport in (SHARED, OWN) for part in parts(found, transport)]
+    say(f"pictures for {len(todo)} lines are drawn")  # beforehand, because it takes the processor's time
+    for part in todo:
+        album.draw(numbers_of(part, requests) if part[1] else range(count))
+    album.draw(WARM)
     for _ in range(2):
         for transport in (SHARED, OWN):
             if not parts(found, transport) or time.monotonic() > deadline:
@@ -374,8 +335,8 @@ def show(found: dict[str, Any]) -> None:
     )
     made = table(
         f"Screenshots of {SIZE[0]}x{SIZE[1]}, {IN_FLIGHT} requests in flight for each engine",
-        "transport", ">engines", ">repeats %", ">requests/s", ">tokenizer CPU ms", ">scheduler CPU ms", ">hits %",
-        ">preprocessed", ">encoder runs", ">live MiB",
+        "transport", ">engines", ">repeats %", ">requests/s", ">CPU ms, tokenizer", ">scheduler", ">hits %", ">made",
+        ">encoded", ">live MiB",
     )  # fmt: skip
     for each in found["lines"]:
         made.add_row(
@@ -410,7 +371,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write figures here, and go on from there")
     parser.add_argument("--quick", action="store_true", help="few requests, to see that it works")
-    parser.add_argument("--requests", type=int, default=60, metavar="N", help="of a line, for each engine")
+    parser.add_argument("--requests", type=int, default=40, metavar="N", help="of a line, for each engine")
     parser.add_argument(
         "--time-limit", type=float, default=600.0, metavar="SECONDS", help="begin nothing later"
     )

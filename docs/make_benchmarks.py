@@ -219,6 +219,74 @@ def missed(found: dict[str, Any]) -> Lines:
     )
 
 
+# --- the same pictures again ----------------------------------------------------------------------------------------
+
+
+def sharing(found: dict[str, Any]) -> Lines:
+    yield from table(
+        ("transport", ">engines", ">repeats %", ">requests/s", ">tokenizer CPU ms", ">scheduler CPU ms", ">pictures",
+         ">preprocessed", ">hits %", ">encoder runs", ">live MiB"),
+        [
+            (
+                line["transport"],
+                str(line["engines"]),
+                str(line["repeats_percent"]),
+                *(number(line[name]) for name in ("requests_per_s", "tokenizer_cpu_ms", "scheduler_cpu_ms")),
+                str(line["pictures"]),
+                str(line["preprocessed"]),
+                f"{line['hit_percent']:.0f}" if line["live_bytes"] else "",
+                str(line["encoder_runs"]),
+                f"{line['live_bytes']['host'] / 2**20:.0f}" if line["live_bytes"] else "",
+            )
+            for line in found["lines"]
+        ],
+    )  # fmt: skip
+
+
+def sharing_known(found: dict[str, Any]) -> Lines:
+    yield from table(
+        ("transport", ">no picture", ">a new one", ">a known one", ">URL kB"),
+        [
+            (
+                line["transport"],
+                *(number(line[name]) for name in ("text_ms", "new_ms", "known_ms")),
+                f"{line['url_bytes'] / 1000:.0f}",
+            )
+            for line in found["hits"]
+        ],
+    )
+
+
+def goals_of(found: dict[str, Any]) -> Lines:
+    yield from _goals(found["goals"])
+
+
+def outputs(found: dict[str, Any]) -> Lines:
+    yield from table(
+        ("server", ">request ms p50", ">CPU s", ">encoder runs", ">outputs used"),
+        [
+            (
+                name,
+                number(1000 * server["seconds_p50"]),
+                number(server["cpu_seconds"]),
+                str(server["encoder_runs"]),
+                str(server["outputs_used"]),
+            )
+            for name, server in found["servers"].items()
+        ],
+    )
+
+
+def reuse(found: dict[str, Any]) -> Lines:
+    yield (
+        f"{found['pictures']:,} pictures: {found['settings']} settings of two processors each, "
+        f"{found['encoded pictures']} encoded pictures, {found['options']} options of a request. "
+        f"{found['through the broker']:,} came by way of the broker, {found['refused by SGLang']:,} were refused by "
+        f"SGLang in the same words; {found['keys']:,} keys for {found['outputs']:,} different outputs; "
+        f"{found['wrong']} wrong."
+    )
+
+
 # --- the engine under load ------------------------------------------------------------------------------------------
 
 
@@ -238,18 +306,7 @@ def serve() -> Lines:
         yield from _inside(found)
         yield ""
         if found["goals"]:
-            yield from table(
-                ("goal", ">goal", ">measured", ""),
-                [
-                    (
-                        g["what"],
-                        f"{'<=' if g['at_most'] else '>='} {g['goal']:g}",
-                        f"{g['measured']:.4g}",
-                        "met" if g["met"] else "**missed**",
-                    )
-                    for g in found["goals"]
-                ],
-            )
+            yield from _goals(found["goals"])
             yield ""
         for line in found["texts"]:
             agree = len(line["differing"])
@@ -266,6 +323,21 @@ def serve() -> Lines:
                 yield ""
         for line in found["left_out"]:
             yield f"Left out: {line['transport']}, {line['load']}: {line['why'].splitlines()[-1]}"
+
+
+def _goals(goals: Sequence[dict[str, Any]]) -> Lines:
+    yield from table(
+        ("goal", ">goal", ">measured", ""),
+        [
+            (
+                g["what"],
+                f"{'<=' if g['at_most'] else '>='} {g['goal']:g}",
+                f"{g['measured']:.4g}",
+                "met" if g["met"] else "**missed**",
+            )
+            for g in goals
+        ],
+    )
 
 
 def _loads(found: dict[str, Any]) -> Lines:
@@ -329,6 +401,11 @@ TABLES: dict[str, Maker] = {
     "gpu_memory": gpu_memory,
     "missed": missed,
     "serve": serve,
+    "sharing": sharing,
+    "sharing_known": sharing_known,
+    "goals": goals_of,
+    "outputs": outputs,
+    "reuse": reuse,
 }
 
 
