@@ -303,6 +303,7 @@ def main() -> None:
         "versions": {**machine.versions(), "vllm": machine.version("vllm")},
         "step": measure_step(),
     }
+    failed = False
     if not options.step:
         if options.quick:
             options.engines = options.servers = 1
@@ -319,13 +320,18 @@ def main() -> None:
                             f"{way} with {servers} API server(s) is left out: the time is over; run this again"
                         )
                     else:
-                        measure_fleet(way, servers, engines, options.requests, lines, say)
+                        try:
+                            measure_fleet(way, servers, engines, options.requests, lines, say)
+                        except (AssertionError, OSError) as error:
+                            failed = True
+                            say(f"{way} with {servers} API server(s) failed: {str(error)[-400:]}")
     found["lines"] = lines.all
     found["seconds"] = round(time.monotonic() - started, 1)
     show(found)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(found, indent=1) + os.linesep)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
