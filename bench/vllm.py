@@ -126,6 +126,7 @@ class Fleet:
         made = [serving.Server(self.directory, self.probe, *flags, transfer=transfer) for _ in range(engines)]
         for server in made:
             stack.callback(server.close)
+        stack.callback(lambda: [server.hang_up() for server in made])  # they end side by side
         self.servers = [server.ready() for server in made]
         with ThreadPoolExecutor(CLIENTS) as pool:  # what is loaded at the first request
             warm = [server for server in self.servers for _ in range(WARMING * servers)]
@@ -286,7 +287,7 @@ def main() -> None:
     parser.add_argument("--only", choices=WAYS, action="append", help="this way alone; may be repeated")
     parser.add_argument("--servers", type=int, choices=COUNTS, help="API servers of each engine (both)")
     parser.add_argument("--engines", type=int, choices=COUNTS, help="engines (both)")
-    parser.add_argument("--requests", type=int, default=40, help="in each line (40)")
+    parser.add_argument("--requests", type=int, default=32, help="in each line (32)")
     parser.add_argument("--minutes", type=float, default=6.0, help="start no engine later than that (6)")
     parser.add_argument("--quick", action="store_true", help="one engine, one API server, few requests")
     parser.add_argument("--step", action="store_true", help="the scheduler half alone: needs no vLLM")
