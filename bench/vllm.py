@@ -1,11 +1,14 @@
 """What a broker saves a real vLLM on the CPU, against vLLM's own caches and its example connector.
 
-    python bench/vllm.py [--json FILE] [--quick] [--only WAY]
+    python bench/vllm.py [--json FILE] [--raw FILE] [--only WAY] [--quick] [--step]
 
 In the environment of `make env-vllm`. Each way serves requests of one picture each, of which none, half, or nine of ten
-repeat an earlier one, from one and two engines, with one and two API servers each. Counted are requests a second,
+repeat an earlier one, by one and by two engines, with one and with two API servers each. Counted are requests a second,
 encoder runs, processor seconds in the preprocessing of pictures, and the time in the connector's scheduler half. The
 model is tiny, so requests a second say what the way costs, not what a large encoder saves: that is the encoder runs.
+
+With `--raw` each line is kept as soon as it is measured, and a run leaves out what is there: whatever stops it, the
+same command goes on. No engine is started later than `--minutes` after the beginning.
 
 And the scheduler half alone, without vLLM: one step with 64 requests.
 """
@@ -20,7 +23,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,7 +37,10 @@ from tests.vllm import fakes, kit, serving
 
 WAYS: Final = ("lru", "shm", "example", "mmbroker")
 RATES: Final = (0, 50, 90)
-SHAPES: Final = ("1x1", "1x2", "2x1", "2x2")
+#: Engines, and API servers of each.
+COUNTS: Final = (1, 2)
+#: Requests to each API server before anything is counted.
+WARMING: Final = 4
 #: Requests that are under way at once.
 CLIENTS: Final = 4
 #: Side of a picture, in pixels.
@@ -97,7 +103,7 @@ def measure_step() -> list[dict[str, Any]]:
 
 
 class Fleet:
-    """Engines of one way, with a probe in all their processes."""
+    """Two engines of one way, with a probe in all their processes. Lines of one engine leave the second idle."""
 
     def __init__(self, stack: ExitStack, way: str, servers: int, engines: int) -> None:
         self.directory = stack.enter_context(kit.scratch())
@@ -120,7 +126,11 @@ class Fleet:
         made = [serving.Server(self.directory, self.probe, *flags, transfer=transfer) for _ in range(engines)]
         for server in made:
             stack.callback(server.close)
+        stack.callback(lambda: [server.hang_up() for server in made])  # they end side by side
         self.servers = [server.ready() for server in made]
+        with ThreadPoolExecutor(CLIENTS) as pool:  # what is loaded at the first request
+            warm = [server for server in self.servers for _ in range(WARMING * servers)]
+            list(pool.map(lambda number: warm[number].ask([number]), range(len(warm))))
         self.figures()
 
     def figures(self) -> dict[str, float]:
@@ -153,49 +163,91 @@ def pictures(count: int, rate: int, seed: int) -> list[int]:
     return asked
 
 
-def measure_way(way: str, servers: int, engines: int, requests: int, say: Any) -> list[dict[str, Any]]:
-    lines = []
+def measure(fleet: Fleet, engines: int, asked: list[int]) -> dict[str, Any]:
+    """Figures of requests to the first `engines` of a fleet, in turn."""
+    for seed in set(asked):
+        serving.url(seed)
+    turns = threading.Lock()
+    order = iter(enumerate(asked))
+
+    def client() -> None:
+        while True:
+            with turns:
+                turn = next(order, None)
+            if turn is None:
+                return
+            fleet.servers[turn[0] % engines].ask([turn[1]])
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        for done in [pool.submit(client) for _ in range(CLIENTS)]:
+            done.result()
+    took = time.monotonic() - started
+    found = fleet.figures()
+    return {
+        "requests": len(asked),
+        "pictures": len(set(asked)),
+        "requests_per_s": round(len(asked) / took, 2),
+        "encoder_runs": int(found["encoded"]),
+        "preprocessed": int(found["processed"]),
+        "preprocessing_cpu_s": round(found["cpu_ns"] / 1e9, 3),
+        "half_us_p50": round(found["half_us_p50"], 1) if "half_us_p50" in found else None,
+        "half_us_p99": round(found["half_us_p99"], 1) if "half_us_p99" in found else None,
+    }
+
+
+class Lines:
+    """What has been measured, by what it is of; kept in a file from the moment it is there, if there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.all: list[dict[str, Any]] = []
+        if path is not None and path.exists():
+            self.all = [json.loads(line) for line in path.read_text().splitlines()]
+        self._known = {self._of(line) for line in self.all}
+
+    @staticmethod
+    def _of(line: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(line[name] for name in ("way", "api_servers", "engines", "repeats_percent", "requests"))
+
+    def __contains__(self, line: dict[str, Any]) -> bool:
+        return self._of(line) in self._known
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.all.append(line)
+        self._known.add(self._of(line))
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def measure_fleet(
+    way: str, servers: int, engines: Sequence[int], requests: int, lines: Lines, say: Callable[[str], None]
+) -> None:
+    """All lines of a way with so many API servers that are not there yet."""
+    todo = [
+        {
+            "way": way,
+            "engines": count,
+            "api_servers": servers,
+            "repeats_percent": rate,
+            "requests": requests,
+        }
+        for count in engines
+        for rate in RATES
+    ]
+    todo = [line for line in todo if line not in lines]
+    if not todo:
+        return
+    say(f"{way}: starting {max(engines)} engine(s) with {servers} API server(s) each")
     with ExitStack() as stack:
-        fleet = Fleet(stack, way, servers, engines)
-        for rate in RATES:
-            say(f"{way}: {engines} engine(s), {servers} API server(s), {rate} % repeats")
-            asked = pictures(requests, rate, servers * 1000 + engines * 100 + rate)
-            for seed in set(asked):
-                serving.url(seed)
-            turns = threading.Lock()
-            order = iter(enumerate(asked))
-
-            def client(order: Iterator[tuple[int, int]] = order, turns: Any = turns) -> None:
-                while True:
-                    with turns:
-                        turn = next(order, None)
-                    if turn is None:
-                        return
-                    fleet.servers[turn[0] % engines].ask([turn[1]])
-
-            started = time.monotonic()
-            with ThreadPoolExecutor(CLIENTS) as pool:
-                for done in [pool.submit(client) for _ in range(CLIENTS)]:
-                    done.result()
-            took = time.monotonic() - started
-            found = fleet.figures()
-            lines.append(
-                {
-                    "way": way,
-                    "engines": engines,
-                    "api_servers": servers,
-                    "repeats_percent": rate,
-                    "requests": len(asked),
-                    "pictures": len(set(asked)),
-                    "requests_per_s": round(len(asked) / took, 2),
-                    "encoder_runs": int(found["encoded"]),
-                    "preprocessed": int(found["processed"]),
-                    "preprocessing_cpu_s": round(found["cpu_ns"] / 1e9, 3),
-                    "half_us_p50": round(found.get("half_us_p50", 0.0), 1),
-                    "half_us_p99": round(found.get("half_us_p99", 0.0), 1),
-                }
-            )
-    return lines
+        fleet = Fleet(stack, way, servers, max(engines))
+        for line in todo:
+            count, rate = line["engines"], line["repeats_percent"]
+            found = measure(fleet, count, pictures(requests, rate, servers * 1000 + count * 100 + rate))
+            lines.add({**line, **found})
+            say(f"{way}: {count} engine(s), {rate} % repeats: {found['requests_per_s']} requests/s")
 
 
 def show(found: dict[str, Any]) -> None:
@@ -204,11 +256,12 @@ def show(found: dict[str, Any]) -> None:
         print(f"  {line['step']:<16} p50 {line['p50']:>8} p99 {line['p99']:>8}")
     if not found["lines"]:
         return
-    names = [name for name in found["lines"][0] if name not in ("requests",)]
+    names = list(found["lines"][0])
     widths = {name: max(len(name), 9) for name in names}
     print("\n" + "  ".join(name.rjust(widths[name]) for name in names))
     for line in found["lines"]:
-        print("  ".join(str(line[name]).rjust(widths[name]) for name in names))
+        cells = ("-" if line[name] is None else str(line[name]) for name in names)
+        print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths.values(), strict=True)))
 
 
 @contextmanager
@@ -230,13 +283,12 @@ def larger_pictures() -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file, too")
-    parser.add_argument(
-        "--only", choices=WAYS, action="append", help="measure this way alone; may be repeated"
-    )
-    parser.add_argument(
-        "--shape", choices=SHAPES, action="append", help="engines x API servers of each; may be repeated"
-    )
-    parser.add_argument("--requests", type=int, default=80, help="in each line (80)")
+    parser.add_argument("--raw", type=Path, metavar="FILE", help="keep each line here, and leave out what is")
+    parser.add_argument("--only", choices=WAYS, action="append", help="this way alone; may be repeated")
+    parser.add_argument("--servers", type=int, choices=COUNTS, help="API servers of each engine (both)")
+    parser.add_argument("--engines", type=int, choices=COUNTS, help="engines (both)")
+    parser.add_argument("--requests", type=int, default=32, help="in each line (32)")
+    parser.add_argument("--minutes", type=float, default=6.0, help="start no engine later than that (6)")
     parser.add_argument("--quick", action="store_true", help="one engine, one API server, few requests")
     parser.add_argument("--step", action="store_true", help="the scheduler half alone: needs no vLLM")
     options = parser.parse_args()
@@ -245,26 +297,42 @@ def main() -> None:
     def say(text: str) -> None:
         print(f"[{time.monotonic() - started:5.0f} s] {text}", file=sys.stderr, flush=True)
 
+    lines = Lines(options.raw)
     found: dict[str, Any] = {
         "date": machine.date(),
         "machine": machine.describe(),
         "versions": {**machine.versions(), "vllm": machine.version("vllm")},
         "step": measure_step(),
-        "lines": [],
     }
+    failed = False
     if not options.step:
+        if options.quick:
+            options.engines = options.servers = 1
+            options.requests = 12
+        engines = COUNTS if options.engines is None else (options.engines,)
         os.environ["TEST_PROBE_TIMES"] = "1"
         with larger_pictures():
-            for shape in SHAPES[:1] if options.quick else options.shape or SHAPES:
-                engines, servers = map(int, shape.split("x"))
+            for servers in COUNTS if options.servers is None else (options.servers,):
                 for way in options.only or WAYS:
-                    requests = 12 if options.quick else options.requests
-                    found["lines"] += measure_way(way, servers, engines, requests, say)
+                    if way == "shm" and servers > 1:
+                        say("shm: needs one API server, so there is nothing to measure with two")
+                    elif time.monotonic() - started > 60 * options.minutes:
+                        say(
+                            f"{way} with {servers} API server(s) is left out: the time is over; run this again"
+                        )
+                    else:
+                        try:
+                            measure_fleet(way, servers, engines, options.requests, lines, say)
+                        except (AssertionError, OSError) as error:
+                            failed = True
+                            say(f"{way} with {servers} API server(s) failed: {str(error)[-400:]}")
+    found["lines"] = lines.all
     found["seconds"] = round(time.monotonic() - started, 1)
     show(found)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(found, indent=1) + os.linesep)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

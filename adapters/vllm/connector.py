@@ -17,7 +17,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 
 from mmbroker.proto.reference import Reference
 
-from . import identity, receiver, settings
+from . import identity, receiver, seams, settings
 from .joining import Joining
 from .lookups import Lookups
 from .saving import Saves
@@ -97,6 +97,7 @@ class MMBrokerConnector(ECConnectorBase):  # type: ignore[misc]
 
         if not parallel_state.get_pp_group().is_first_rank:
             return  # later pipeline stages never see an encoder's output
+        seams.keep_weights()
         tensor_group = parallel_state.get_tp_group()
         rank, world = tensor_group.rank_in_group, tensor_group.world_size
         saves = None

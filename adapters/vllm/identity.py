@@ -136,6 +136,9 @@ def _check(vllm_config: Any) -> None:
     lora = vllm_config.lora_config
     if lora is not None and getattr(lora, "enable_tower_connector_lora", False):
         raise NotTold("LoRA adapters of the encoder are loaded by name only, so its outputs are not shared")
+    extension = getattr(vllm_config.parallel_config, "worker_extension_cls", "")
+    if extension:
+        raise NotTold(f"the worker extension {extension} may replace weights: encoder outputs are not shared")
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise NotTold("weights that are replaced while the engine runs cannot be told apart: not shared")
 

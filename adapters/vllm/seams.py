@@ -39,6 +39,13 @@ def install() -> None:
     _hook(llm_engine.LLMEngine, "__init__", _begin)
 
 
+def keep_weights() -> None:
+    """In a worker's process: what is in the broker was made by the weights that this engine started with."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    _hook(Worker, "reload_weights", _reload)
+
+
 def _hook(owner: Any, name: str, around: Callable[..., Any]) -> None:
     original = getattr(owner, name)
     if hasattr(original, _HOOKED):
@@ -109,6 +116,14 @@ def _forget(original: Callable[[Any], None], scheduler: Any) -> None:
     forgotten = getattr(scheduler.get_ec_connector(), "forgotten", None)
     if forgotten is not None:
         forgotten()
+
+
+def _reload(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """IN PLACE OF `Worker.reload_weights`."""
+    raise RuntimeError(
+        "mmbroker shares what this engine's encoder made of the weights that it started with: to replace weights while "
+        "it runs, start it without the connector"
+    )
 
 
 def _begin(original: Callable[..., Any], front_end: Any, *args: Any, **kwargs: Any) -> None:

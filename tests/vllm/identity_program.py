@@ -48,6 +48,7 @@ def main() -> None:
     lora = config()
     lora.lora_config = type("Lora", (), {"enable_tower_connector_lora": True})()
     found["lora"] = told(lora)
+    found["extension"] = told(config(worker_extension_cls="somebody.Extension"))
     elsewhere = config()
     elsewhere.model_config.model = "nobody/nothing"
     found["absent"] = told(elsewhere)
@@ -79,6 +80,7 @@ def main() -> None:
     found["connector"] = connector(config)
     found["items"] = taken_apart()
     found["broken"] = broken(config)
+    found["reload"] = reloaded(seams)
     found["unknown"] = unknown(config, settings, seams)
     json.dump(found, answers)
     answers.close()
@@ -130,6 +132,18 @@ def broken(config: Any) -> list[Any]:
     seen.append(one.request_finished(request))
     one.shutdown()
     return seen
+
+
+def reloaded(seams: Any) -> str:
+    """What it says to whoever would replace weights while the engine runs."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    seams.keep_weights()
+    try:
+        Worker.reload_weights(object(), weights_path="elsewhere")
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def taken_apart() -> dict[str, bool]:

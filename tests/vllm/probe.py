@@ -30,10 +30,10 @@ def times() -> None:
 
     apply = BaseMultiModalProcessor.apply
 
-    def timed_apply(self: Any, *args: Any) -> Any:
+    def timed_apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         start = time.thread_time_ns()
         try:
-            return apply(self, *args)
+            return apply(self, *args, **kwargs)
         finally:
             line("cpu_ns", time.thread_time_ns() - start)
 

@@ -43,6 +43,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
+        self.told = False  # to end
         self.log = scratch / f"serve-{self.port}.log"
         command = [
             *(str(Path(sys.executable).with_name("vllm")), "serve", str(kit.model()), "--enforce-eager"),
@@ -101,9 +102,15 @@ class Server:
             (choice,) = json.loads(answer.read())["choices"]
         return [(token["token"], round(token["logprob"], 4)) for token in choice["logprobs"]["content"]]
 
-    def close(self) -> None:
-        if self.process.poll() is None:
+    def hang_up(self) -> None:
+        """Have it end by itself."""
+        if self.process.poll() is None and not self.told:
+            self.told = True
             self.process.send_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        self.hang_up()
+        if self.process.poll() is None:
             try:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:

@@ -52,7 +52,12 @@ def test_another_processor_is_another_key(found: Any) -> None:
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("what", "why"),
-    [("dummy", "random"), ("lora", "LoRA"), ("absent", "nobody/nothing are not on this machine")],
+    [
+        ("dummy", "random"),
+        ("lora", "LoRA"),
+        ("extension", "somebody.Extension"),
+        ("absent", "nobody/nothing are not on this machine"),
+    ],
 )
 def test_what_cannot_be_told_is_not_shared(found: Any, what: str, why: str) -> None:
     assert found[what].startswith("not told: ") and why in found[what]
@@ -79,6 +84,11 @@ def test_items_are_taken_apart_and_put_together(found: Any) -> None:
 @pytest.mark.vllm
 def test_an_error_of_ours_costs_one_request(found: Any) -> None:
     assert found["broken"] == [False, ["r"], [False, None]]
+
+
+@pytest.mark.vllm
+def test_weights_are_not_replaced_while_the_engine_runs(found: Any) -> None:
+    assert "start it without the connector" in found["reload"]
 
 
 @pytest.mark.vllm
