@@ -265,14 +265,16 @@ class RawClient:
         self.close()
 
 
-def dealer(path: Path, routing: bytes) -> zmq.Socket[bytes]:
-    """A client's control socket."""
+def dealer(path: Path, routing: bytes, watched: bool = False) -> zmq.Socket[bytes]:
+    """A client's control socket. `watched`: its monitor is there before it connects, so that no event is missed."""
     control = zmq.Context.instance().socket(zmq.DEALER)
     control.setsockopt(zmq.ROUTING_ID, routing)
     control.setsockopt(zmq.RECONNECT_IVL, -1)
     control.setsockopt(zmq.IMMEDIATE, 1)
     control.setsockopt(zmq.LINGER, 0)
     control.setsockopt(zmq.SNDTIMEO, int(PATIENCE * 1000))
+    if watched:
+        control.get_monitor_socket()
     control.connect(f"ipc://{path}")
     return control
 

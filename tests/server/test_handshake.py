@@ -98,8 +98,7 @@ def test_a_user_who_is_not_allowed(start_broker: StartBroker, puppet: StartPuppe
     assert broker.status()["daemon"]["counters"]["peers_denied"] == 20
     client(
         "import zmq; from tests.kit import dealer\n"
-        "d = dealer(path / 'control.sock', b'r' * 16); d.setsockopt(zmq.SNDTIMEO, 200)\n"
-        "monitor = d.get_monitor_socket()"
+        "d = dealer(path / 'control.sock', b'r' * 16, watched=True); monitor = d.get_monitor_socket()"
     )
     client("from zmq.utils.monitor import recv_monitor_message as r\nwhile r(monitor)['event'] != 512: pass")
 
