@@ -10,6 +10,9 @@ from typing import Any
 
 Found = Mapping[str, Any]
 
+#: The one part that all machines share.
+MASTER = "the master, for the whole fleet"
+
 
 def fleet(found: Found, of: str, **given: float) -> dict[str, Any]:
     """The line of the simulation that has these properties; by default those that stand for all."""
@@ -80,9 +83,9 @@ def parts(found: Found, tier: Found, line: Found) -> list[tuple[str, float, floa
     assumed = found["simulation"]["assumed"]
     return [
         ("a machine's network, each direction", assumed["network_gbit_s"], network_gbit_s(line), "Gbit/s"),
-        ("a mover", 1.0, mover_cores(found, tier, line), "core"),
+        ("a mover, which may use more than one", 1.0, mover_cores(found, tier, line), "core"),
         ("a broker's only thread", 1.0, broker_cores(found, line), "core"),
-        ("the master, for the whole fleet", assumed["master_threads"], master_cores(found, line), "cores"),
+        (MASTER, assumed["master_threads"], master_cores(found, line), "cores"),
     ]
 
 

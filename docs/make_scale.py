@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.demand import (
+    MASTER,
     Found,
     fleet,
     fullest,
@@ -50,7 +51,12 @@ def first(found: Found, tier: Found) -> Lines:
     yield from table(
         ("part", ">it has", f">asked by {line['machines']:,} machines", ">share"),
         [
-            (what, f"{has:g} {unit}", f"{number(asked)} {unit}", percent(asked / has))
+            (
+                what,
+                f"{has:g} {unit}",
+                f"{number(asked) if asked >= 0.1 else f'{asked:.2g}'} {unit}",
+                percent(asked / has),
+            )
             for what, has, asked, unit in fullest(found, tier, line)
         ],
     )
@@ -61,7 +67,11 @@ def first_said(found: Found, tier: Found) -> Lines:
     cores, gbit, mover = master_cores(found, line), network_gbit_s(line), mover_cores(found, tier, line)
     books, master = found["costs"]["broker"]["books"], found["costs"]["master"]
     cached = assumed["cache_gib"] * assumed["filled"] * 2**30 / told["feature_bytes"]
-    yield f"So what is full first is {fullest(found, tier, line)[0][0]}. One by one:"
+    own = next(what for what, *_ in fullest(found, tier, line) if what != MASTER).partition(",")[0]
+    yield (
+        f"What more machines fill is the master alone, until it is divided. On each machine, whatever their number, "
+        f"{own} is the fullest part. One by one:"
+    )
     yield ""
     yield (
         f"- **The master** is everybody's, and is asked for more with each machine: {cores:.1f} cores here, so one "
