@@ -3,9 +3,10 @@
     python bench/vllm.py [--json FILE] [--raw FILE] [--only WAY] [--quick] [--step]
 
 In the environment of `make env-vllm`. Each way serves requests of one picture each, of which none, half, or nine of ten
-repeat an earlier one, by one and by two engines with one API server each, and by one with two. Counted are requests a second,
-encoder runs, processor seconds in the preprocessing of pictures, and the time in the connector's scheduler half. The
-model is tiny, so requests a second say what the way costs, not what a large encoder saves: that is the encoder runs.
+repeat an earlier one, by one and by two engines with one API server each, and by one with two. Counted are requests a
+second, encoder runs, processor seconds in the preprocessing of pictures, and the time in the connector's scheduler
+half. The model is tiny, so requests a second say what the way costs, not what a large encoder saves: that is the
+encoder runs.
 
 With `--raw` each line is kept as soon as it is measured, and a run leaves out what is there: whatever stops it, the
 same command goes on. No engine is started later than `--minutes` after the beginning.
