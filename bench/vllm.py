@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import threading
@@ -295,6 +296,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one engine, one API server, few requests")
     parser.add_argument("--step", action="store_true", help="the scheduler half alone: needs no vLLM")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end what was started
     started = time.monotonic()
 
     def say(text: str) -> None:
