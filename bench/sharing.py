@@ -221,7 +221,7 @@ def line(servers: Servers, album: Album, name: Part, requests: int) -> dict[str,
 
 
 def hit(servers: Servers, album: Album, transport: str, count: int) -> dict[str, Any]:
-    """Processor time of a server's main process, p50 of requests: without a picture, with new ones, with a known one."""
+    """Processor time of a server's main process, p50: without a picture, with a new one, with a known one."""
     engine = servers.unbounded
     fresh = [album[number] for number in range(count)]
     servers.flush()
