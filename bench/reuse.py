@@ -165,7 +165,7 @@ class Ledger:
 
     def note(self, asked: tuple[str, str, str], key: bytes, right: bytes, got: bytes, shared: bool) -> None:
         self.counts["pictures"] += 1
-        self.counts["through the broker" if shared else "refused by SGLang"] += 1
+        self.counts["through_broker" if shared else "refused"] += 1
         self._outputs.setdefault(key, set()).add(right)
         self._asked.setdefault(key, set()).add(asked)
         if got != right:
@@ -179,9 +179,9 @@ class Ledger:
             **self.counts,
             "keys": len(self._outputs),
             "outputs": len(outputs),
-            "asked for": len({asked for found in self._asked.values() for asked in found}),
+            "asked": len({asked for found in self._asked.values() for asked in found}),
             "wrong": len(self.wrong),
-            "first wrong": self.wrong[:5],
+            "first_wrong": self.wrong[:5],
         }
 
 
@@ -260,7 +260,7 @@ async def run(
                 say(f"{begin} of {len(todo)}")
     return {
         "settings": len(kinds),
-        "encoded pictures": len(shown),
+        "encoded_pictures": len(shown),
         "options": len(OPTIONS),
         **ledger.told(),
     }
@@ -289,7 +289,7 @@ def main() -> None:
                 lambda text: print(text, file=sys.stderr, flush=True),
             )
         )
-        found["made once, for both"] = found["through the broker"] - broker.counters()["seals"]
+        found["found_again"] = found["through_broker"] - broker.counters()["seals"]
     found["seconds"] = round(time.monotonic() - start, 1)
     print(json.dumps(found, indent=1))
     if options.json is not None:

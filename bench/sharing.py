@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -220,16 +221,18 @@ def line(servers: Servers, album: Album, name: Part, requests: int) -> dict[str,
 
 
 def hit(servers: Servers, album: Album, transport: str, count: int) -> dict[str, Any]:
-    """Processor time of one server's main process for a request: without a picture, with new ones, with a known one."""
+    """Processor time of a server's main process, p50: without a picture, with a new one, with a known one."""
     engine = servers.unbounded
     fresh = [album[number] for number in range(count)]
     servers.flush()
 
     def per_request(asked: Sequence[Sequence[str]]) -> float:
-        before = processor_time(engine.process.pid)
+        spent = []
         for urls in asked:
+            before = processor_time(engine.process.pid)
             engine.ask(urls, tokens=1, timeout=PATIENCE)
-        return 1000 * (processor_time(engine.process.pid) - before) / len(asked)
+            spent.append(processor_time(engine.process.pid) - before)
+        return 1000 * statistics.median(spent)
 
     per_request([()])
     text = per_request([()] * (8 * count))

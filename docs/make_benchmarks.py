@@ -280,8 +280,8 @@ def outputs(found: dict[str, Any]) -> Lines:
 def reuse(found: dict[str, Any]) -> Lines:
     yield (
         f"{found['pictures']:,} pictures: {found['settings']} settings of two processors each, "
-        f"{found['encoded pictures']} encoded pictures, {found['options']} options of a request. "
-        f"{found['through the broker']:,} came by way of the broker, {found['refused by SGLang']:,} were refused by "
+        f"{found['encoded_pictures']} encoded pictures, {found['options']} options of a request. "
+        f"{found['through_broker']:,} came by way of the broker, {found['refused']:,} were refused by "
         f"SGLang in the same words; {found['keys']:,} keys for {found['outputs']:,} different outputs; "
         f"{found['wrong']} wrong."
     )
