@@ -78,6 +78,22 @@ _CLIENTS = """
 | `MMBROKER_ENGINE` | an engine's name |
 | `MMBROKER_MEASURE` | a directory for counters of SGLang's processes, also of its own transport |
 """
+_TIER = """
+## Of `mmbroker tier`
+
+| variable | flag | what |
+| --- | --- | --- |
+"""
+
+
+def _tier() -> str:
+    """Its flags, which it takes from variables of their own."""
+    rows = []
+    for option in cli.commands["tier"].params:
+        if isinstance(option, click.Option) and option.name != "name":
+            text = (option.help or "").replace("|", "\\|")
+            rows.append(f"| `MMBROKER_TIER_{(option.name or '').upper()}` | `{option.opts[0]}` | {text} |")
+    return _TIER + "\n".join(rows) + "\n"
 
 
 def settings() -> str:
@@ -88,7 +104,7 @@ def settings() -> str:
         flag = flags.get(name)
         text = comment or _help(flag)
         lines.append(f"| `{name}` | {default} | {f'`{flag.opts[0]}`' if flag else ''} | {text} |")
-    return _SETTINGS + "\n".join(lines) + "\n" + _CLIENTS
+    return _SETTINGS + "\n".join(lines) + "\n" + _CLIENTS + _tier()
 
 
 def _all_settings() -> Iterator[tuple[str, str, str]]:

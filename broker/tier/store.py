@@ -72,6 +72,7 @@ _OK, _ABSENT, _FULL, _INVALID = 0, -704, -200, -600
 _WORDS: Final = {
     -200: "it has no room",
     -600: "it refused a parameter",
+    -707: "its promise to keep the object there ran out while it was read",
     -800: "a transfer failed: the machine that has the object is gone, or does not answer",
     -900: "its master cannot be reached",
     -901: "its master did not answer in time",
