@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kit import Leaks
+from tests.kit import Leaks, children
 
 from .fleet import Fleet, can_run
 from .network import possible
@@ -29,7 +29,7 @@ def made() -> Iterator[Fleet]:
             host.leave()
     finally:
         fleet.close()
-    before.check()
+    assert not children() - before.children and not before.shared_memory_left()
 
 
 @pytest.fixture
