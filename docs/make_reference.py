@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,12 @@ _CLIENTS = """
 | `MMBROKER_ENGINE` | an engine's name |
 | `MMBROKER_MEASURE` | a directory for counters of SGLang's processes, also of its own transport |
 """
+_MOVER = """
+## Of the mover
+
+Each option of [`mmbroker tier`](cli.md#tier) has a variable; flags come before it.
+
+"""
 
 
 def settings() -> str:
@@ -95,7 +102,13 @@ def settings() -> str:
         flag = flags.get(name)
         text = comment or _help(flag)
         lines.append(f"| `{name}` | {default} | {f'`{flag.opts[0]}`' if flag else ''} | {text} |")
-    return _SETTINGS + "\n".join(lines) + "\n" + _CLIENTS
+    return _SETTINGS + "\n".join(lines) + "\n" + _CLIENTS + _MOVER + _movers_variables()
+
+
+def _movers_variables() -> str:
+    names = [flag.name for flag in cli.commands["tier"].params if flag.name != "help"]
+    shown = [f"`MMBROKER_TIER_{name.upper()}`" for name in names if name]
+    return textwrap.fill(", ".join(shown) + ".", 120, break_long_words=False) + "\n"
 
 
 def _all_settings() -> Iterator[tuple[str, str, str]]:
