@@ -296,7 +296,10 @@ class Client:
         private: bool = False,
         timeout: float | None = None,
     ) -> Held | None:
-        """A hold on what is stored under a key, or None. `to`: grant it to that engine first."""
+        """A hold on what is stored under a key, or None. `to`: grant it to that engine first.
+
+        With a tier, a derived key that nobody here has is sought on other machines, for as long as its mover says.
+        """
         return self.lookup_many([key], to=to, private=private, timeout=timeout)[0]
 
     def lookup_many(

@@ -30,14 +30,21 @@ Written by `docs/make_reference.py` from the code. Exit codes: 0 fine, 1 failed,
 def command_line() -> str:
     """Every command's help, as it is shown in 100 columns."""
     parts = [_CLI]
-    for name in sorted(cli.commands):
-        command = cli.commands[name]
+    for name, command in _commands(cli):
         context = click.Context(
             command, info_name=f"mmbroker {name}", max_content_width=100, terminal_width=100
         )
         shown = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
         parts.append(f"## {name}\n\n```text\n{shown}\n```\n")
     return "\n".join(parts)
+
+
+def _commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
+    """By name, each followed by what it has of its own."""
+    for name, command in sorted(group.commands.items()):
+        yield prefix + name, command
+        if isinstance(command, click.Group):
+            yield from _commands(command, f"{prefix}{name} ")
 
 
 # --- metrics --------------------------------------------------------------------------------------------------------

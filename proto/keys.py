@@ -33,10 +33,13 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=Tr
 
     @classmethod
     def content(cls, digest: bytes) -> Key:
+        """The 32 bytes of `mmbroker.digest`."""
         return cls(Kind.CONTENT, bytes(digest))
 
     @classmethod
     def derived(cls, value: bytes) -> Key:
+        """32 bytes that commit to everything that shapes the feature, such as a hash of the media, the model and all
+        settings: of these only may a tier fetch what another machine has made."""
         return cls(Kind.DERIVED, value)
 
     @classmethod

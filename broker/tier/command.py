@@ -32,7 +32,7 @@ def _store_options(command: _Command) -> _Command:
             "--address",
             metavar="HOST",
             envvar="MMBROKER_TIER_ADDRESS",
-            help="The one IPv4 address of this machine that others reach it by: nothing listens on any other.",
+            help="The one IPv4 address of this machine that others reach it by: nothing is heard on any other.",
         ),
         click.option(
             "--master",

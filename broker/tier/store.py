@@ -111,6 +111,13 @@ def _load() -> Any:
         ) from None
 
 
+def _has_rdma() -> bool:
+    try:
+        return bool(os.listdir("/sys/class/infiniband"))
+    except OSError:
+        return False
+
+
 class MooncakeStore:
     """A client of Mooncake Store. `master`: HOST:PORT of its master. `address`: the one address of this machine to
     listen on. `nbytes`: memory of this process that it lends to the store; 0: none.
@@ -120,6 +127,10 @@ class MooncakeStore:
 
     def __init__(self, master: str, address: str, nbytes: int = 0, protocol: str = "tcp") -> None:
         doorman.check(address)
+        if protocol == "rdma" and not _has_rdma():  # the library would use TCP without a word
+            raise StoreError(
+                "no RDMA device is on this machine (none in /sys/class/infiniband): say --protocol tcp"
+            )
         library = _load()
         self._master = master
         try:
@@ -130,6 +141,10 @@ class MooncakeStore:
             raise StoreError(
                 f"this is another version of Mooncake ({error}): pip install '{PACKAGE}'"
             ) from None
+        if code == _INVALID and nbytes:
+            raise StoreError(
+                f"this machine cannot lend {nbytes >> 20:,} MiB to the store: give a smaller --store-mib"
+            )
         if code != _OK:
             raise StoreError(
                 f"no Mooncake master of this version answers at {master} (code {code}): see that one runs there "

@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from mmbroker.tier import doorman, store
 
 COMMAND = ("tier", "remove", "--master", "127.0.0.1:1", "--store-namespace", "x")
 
@@ -76,3 +79,30 @@ def test_settings_come_from_the_environment() -> None:
     env = {"MMBROKER_TIER_MASTER": "here:1", "MMBROKER_TIER_ADDRESS": "192.0.2.1"}
     done = run("tier", "remove", "--store-namespace", "x", **env)
     assert done.returncode == 1 and "192.0.2.1 is no address of this machine" in done.stderr
+
+
+def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library gives the code of a bad parameter, which is not the master's fault."""
+    client = SimpleNamespace(setup=lambda *_: -600)
+    monkeypatch.setattr(store, "_load", lambda: SimpleNamespace(MooncakeDistributedStore=lambda: client))
+    monkeypatch.setattr(doorman, "guard", lambda _: None)
+    with pytest.raises(
+        store.StoreError, match=r"cannot lend 4,096 MiB to the store: give a smaller --store-mib"
+    ):
+        store.MooncakeStore("here:1", "127.0.0.1", 4096 << 20)
+
+
+@pytest.mark.parametrize("devices", [FileNotFoundError(), []], ids=["no such class", "none"])
+def test_rdma_without_a_device(devices: OSError | list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library would use TCP without a word."""
+
+    def listdir(path: str) -> list[str]:
+        assert path == "/sys/class/infiniband"
+        if isinstance(devices, OSError):
+            raise devices
+        return devices
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", listdir)
+        with pytest.raises(store.StoreError, match="say --protocol tcp"):
+            store.MooncakeStore("here:1", "127.0.0.1", protocol="rdma")
