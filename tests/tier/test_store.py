@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from mmbroker.tier import store as module
+from mmbroker.tier.store import Adrift, MooncakeStore, StoreError
+
 COMMAND = ("tier", "remove", "--master", "127.0.0.1:1", "--store-namespace", "x")
 
 
@@ -76,3 +79,23 @@ def test_settings_come_from_the_environment() -> None:
     env = {"MMBROKER_TIER_MASTER": "here:1", "MMBROKER_TIER_ADDRESS": "192.0.2.1"}
     done = run("tier", "remove", "--store-namespace", "x", **env)
     assert done.returncode == 1 and "192.0.2.1 is no address of this machine" in done.stderr
+
+
+@pytest.mark.parametrize(("seconds", "raised"), [(54.0, StoreError), (60.1, Adrift)])
+def test_a_read_that_the_library_gives_up_is_not_over(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, raised: type[StoreError]
+) -> None:
+    now = [0.0]
+
+    class Library:
+        def get_into_ranges(self, *_: object) -> list[list[list[int]]]:
+            now[0] += seconds
+            return [[[-800]]]
+
+    store = MooncakeStore.__new__(MooncakeStore)
+    store._store, store._master = Library(), "here:1"
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with pytest.raises(StoreError) as failure:
+        store.read("mmb1/a", 0, 0, 50 << 20)
+    assert type(failure.value) is raised
+    assert (failure.value.settles < 60.0) == (raised is StoreError)
