@@ -38,7 +38,7 @@ class Leases:
         lease = Lease(next(self._numbers), session.number, place, item.form, slot, now, engine)
         self.open[lease.number] = lease
         session.leases[lease.number] = lease
-        self.seeking.leased(lease, session)
+        self.seeking.leased(lease, item.promise, session)
         if lease.awaited:
             books.flights.setdefault(place, []).append(lease)
         books.claim(session, place[0], slot)

@@ -117,11 +117,11 @@ class Seeking:
         self._count(seek.mover, "late")
         self._overtake(seek.writer, now)
 
-    def leased(self, lease: Lease, session: Session) -> None:
-        """A mover writes: others wait for it if that is what was sought, and there is still time."""
+    def leased(self, lease: Lease, promise: int, session: Session) -> None:
+        """A mover writes: others wait for it if it keeps the promise of what was sought, so in time."""
         if session.mover is not None:
             seek = session.mover.sought.get(lease.place)
-            lease.awaited = seek is not None and seek.writer.awaited
+            lease.awaited = seek is not None and seek.writer is session.promises.get(promise)
             if seek is not None and lease.awaited:
                 seek.writer = lease
 

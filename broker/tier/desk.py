@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final
 
 from mmbroker.connection import Connection
@@ -48,7 +50,7 @@ from mmbroker.proto.messages import (
 )
 
 from .registry import Place, Registry
-from .store import SETTLED, StoreError
+from .store import StoreError
 
 log = logging.getLogger("mmbroker")
 
@@ -113,7 +115,7 @@ class Desk:
         self._touched: Counter[int] = Counter()  # by session: slots that somebody here may touch
         self._lost: list[int] = []  # earlier sessions with this life of the broker
         self._boot = link.boot
-        self._late: deque[tuple[float, Slot]] = deque()  # to be given back at a time
+        self._late: list[tuple[float, Slot]] = []  # to be given back at a time, the first first
         self._told: dict[str, int] = {}
         self._next_tally = 0.0
         link.on_granted = self._grant
@@ -280,9 +282,10 @@ class Desk:
         self.link.cast(Abort([slot.lease]), slot.connection.session)
         self._untouch(slot)
 
-    def give_back_later(self, slot: Slot) -> None:
-        """The store has failed while it wrote there, and may still do so for a while."""
-        self._late.append((time.monotonic() + SETTLED, slot))
+    def give_back_later(self, slot: Slot, seconds: float) -> None:
+        """The store has failed while it wrote there, and may still do so for a while; for ever, if that is so long."""
+        with self._lock:
+            insort(self._late, (time.monotonic() + seconds, slot), key=itemgetter(0))
         self.link.remind()
 
     def decline(self, connection: Connection, wanted: Sequence[Wanted]) -> None:
@@ -322,7 +325,9 @@ class Desk:
     def _chores(self, now: float) -> float:
         pause = _TALLY
         while self._late and self._late[0][0] <= now:
-            self.give_back(self._late.popleft()[1])
+            with self._lock:
+                _, slot = self._late.pop(0)
+            self.give_back(slot)
         if self._late:
             pause = min(pause, self._late[0][0] - now)
         if not self.link.connected:

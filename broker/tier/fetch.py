@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from mmbroker import hashing
@@ -25,7 +25,8 @@ _NO_ROOM: Final = (PoolFull, QuotaExceeded, DeadlineExceeded)
 class Fetcher:
     """Fetches what is sought; any thread may. `judge` hears how the store did: None when it has moved bytes in
     time, else what was wrong. That there is nothing says little: its master says so by itself.
-    `wall`: seconds since the epoch, as on all machines. `patience`: seconds that the store has to say what it has."""
+    `wall`: seconds since the epoch, as on all machines. `patience`: seconds that the store has to say what it has.
+    `gone` hears of keys that the store has no more, or never had."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class Fetcher:
         judge: Callable[[str | None], None],
         wall: Callable[[], float],
         patience: float,
+        gone: Callable[[Sequence[Wanted]], None],
     ) -> None:
         self._desk = desk
         self._store = store
@@ -44,6 +46,7 @@ class Fetcher:
         self._judge = judge
         self._wall = wall
         self._patience = patience
+        self._gone = gone
 
     def sift(self, connection: Connection, wanted: list[Wanted]) -> list[Wanted]:
         """Those that the store has; the promises of the others are given back. Never raises what the store may."""
@@ -58,6 +61,7 @@ class Fetcher:
             self._look_at_the_clock(asked)
             self._desk.count("gets", there.count(False))
             self._desk.count("misses", there.count(False))
+            self._gone([one for one, has in zip(wanted, there, strict=True) if not has])
         self._desk.decline(connection, [one for one, has in zip(wanted, there, strict=True) if not has])
         return [one for one, has in zip(wanted, there, strict=True) if has]
 
@@ -72,7 +76,7 @@ class Fetcher:
             self._desk.count("failed")
             header = None
         except Altered:
-            self._discard(name, "altered")
+            self._discard(name, wanted, "altered")
             header = None
         if header is None:
             self._desk.decline(connection, [wanted])
@@ -89,7 +93,7 @@ class Fetcher:
         if slot is None:
             self._desk.count("late")
         else:
-            self._fill(name, header, slot)
+            self._fill(name, wanted, header, slot)
 
     def _find(self, name: str, wanted: Wanted) -> Header | None:
         """The header, if the store has one that may still be served. Raises `StoreError`, `Altered`."""
@@ -101,30 +105,30 @@ class Fetcher:
         if there and in_time:
             self._judge(None)
         if header is None:
-            self._desk.count("misses")
+            self._missed(wanted)
         elif header.expired(self._wall()):
-            self._discard(name, "expired")
+            self._discard(name, wanted, "expired")
             return None
         return header
 
-    def _fill(self, name: str, header: Header, slot: Slot) -> None:
+    def _fill(self, name: str, wanted: Wanted, header: Header, slot: Slot) -> None:
         """Write a slot, and seal it if all is as it was stored; else it is given back."""
         try:
             there = not header.form.nbytes or self._read_bytes(name, slot, header.form.nbytes)
         except StoreError as error:
-            self._desk.give_back_later(slot)
+            self._desk.give_back_later(slot, error.settles)
             self._desk.count("failed")
             self._judge(str(error))
             return
         except Altered:
             there = False
-            self._discard(name, "altered")
+            self._discard(name, wanted, "altered")
         else:
             if not there:
-                self._desk.count("misses")  # removed in between
+                self._missed(wanted)  # removed in between
         if there and not self._verify(header, slot):
             there = False
-            self._discard(name, "altered")
+            self._discard(name, wanted, "altered")
         if not there:
             self._desk.give_back(slot)
             return
@@ -135,6 +139,10 @@ class Fetcher:
         else:
             self._desk.count("hits")
             self._desk.count("get_bytes", header.form.nbytes)
+
+    def _missed(self, wanted: Wanted) -> None:
+        self._desk.count("misses")
+        self._gone([wanted])
 
     def _look_at_the_clock(self, asked: float) -> bool:
         """Has the store answered in time?"""
@@ -160,9 +168,10 @@ class Fetcher:
     def _seal(self, header: Header, slot: Slot) -> None:
         self._desk.seal(slot, header.extra, header.cost)
 
-    def _discard(self, name: str, why: str) -> None:
+    def _discard(self, name: str, wanted: Wanted, why: str) -> None:
         """An object that must not be served: whoever makes the feature stores it anew."""
         self._desk.count(why)
+        self._gone([wanted])
         try:
             self._store.remove(name)
         except StoreError as error:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -97,7 +97,7 @@ class Mover:
         self.desk = Desk(link, registry, options.terms)
         shared = (self.desk, store, scratch, self.namespace, self._judge, wall)
         self._patience = SLOW * options.terms.wait
-        self._fetcher = Fetcher(*shared, self._patience)
+        self._fetcher = Fetcher(*shared, self._patience, self._gone)
         self._keeper = Keeper(*shared, options.policy.ttl)
         self.desk.on_sought = self._sought
         self.desk.on_fresh = self._fresh
@@ -216,6 +216,12 @@ class Mover:
         if skipped:
             self.desk.count("put_skipped", skipped)
 
+    def _gone(self, wanted: Sequence[Wanted]) -> None:
+        """The store has them no more, if it ever had: what is made in their place is stored."""
+        with self._changed:
+            for one in wanted:
+                self._stored.forget(objects.name_of(self.namespace, one.key))
+
     def _keep(self) -> None:
         while True:
             with self._changed:
@@ -310,6 +316,7 @@ class Mover:
         with self._changed:
             closed = self._breaker.tried(time.monotonic(), wrong)
             self._changed.notify_all()
+            if closed:  # said before anybody can open it again
+                self.desk.tell(True)
         if closed:
             log.warning("mmbroker tier: the store is asked again")
-            self.desk.tell(True)

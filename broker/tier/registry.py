@@ -6,9 +6,10 @@ last view of it is gone.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from mmbroker.mapping import Mapping
 
 from .objects import HEADER
-from .store import SETTLED, Store, StoreError
+from .store import Store, StoreError
 
 
 class Place(NamedTuple):
@@ -64,7 +65,7 @@ class Scratch:
         self._mapping = Mapping.private(2 * headers * HEADER)
         self._registry = registry
         self._free = list(range(2 * headers))
-        self._resting: deque[tuple[float, int]] = deque()  # until when
+        self._resting: list[tuple[float, int]] = []  # until when, the first first
         self._lock = threading.Lock()
 
     @contextmanager
@@ -72,16 +73,19 @@ class Scratch:
         """Room for one. Raises `StoreError` if all of it is in use, or rests."""
         with self._lock:
             while self._resting and self._resting[0][0] <= time.monotonic():
-                self._free.append(self._resting.popleft()[1])
+                self._free.append(self._resting.pop(0)[1])
             if not self._free:
                 raise StoreError("too many calls to the store have failed at once")
             number = self._free.pop()
+        settles = 0.0
         try:
             yield self._registry.place(self._mapping, number * HEADER, HEADER)
-        except StoreError:
-            self._resting.append((time.monotonic() + SETTLED, number))
+        except StoreError as error:
+            settles = error.settles
             raise
-        except BaseException:
-            self._free.append(number)
-            raise
-        self._free.append(number)
+        finally:
+            with self._lock:
+                if not settles:
+                    self._free.append(number)
+                elif settles < math.inf:
+                    insort(self._resting, (time.monotonic() + settles, number))

@@ -7,8 +7,10 @@ Mooncake, and it is imported when a store is opened: nobody else needs it instal
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import re
+import time
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
@@ -27,11 +29,22 @@ SETTLED: Final = 6.0
 
 
 class StoreError(BrokerError):
-    """The store did not do what it was asked: it is not reachable, too slow, or of another version."""
+    """The store did not do what it was asked: it is not reachable, too slow, or of another version. For `settles`
+    seconds from now on it may still use the memory that it was given."""
+
+    settles = SETTLED
 
 
 class StoreFull(StoreError):
-    """The store has no room for an object."""
+    """The store has no room for an object, and has not begun."""
+
+    settles = 0.0
+
+
+class Adrift(StoreError):
+    """A transfer was given up while it moved, and nobody can tell when it ends: before this process does, or not."""
+
+    settles = math.inf
 
 
 class Store(Protocol):
@@ -48,7 +61,7 @@ class Store(Protocol):
 
     def read(self, name: str, offset: int, address: int, nbytes: int) -> bool:
         """Copy a part of an object to memory. False: there is no such object. Raises `Altered` for one that is shorter,
-        `StoreError`; then the memory may still be written, for up to `SETTLED` seconds."""
+        `StoreError`; then the memory may still be written, for as long as that says."""
 
     def write(self, name: str, pieces: Sequence[tuple[int, int]]) -> None:
         """Store an object made of pieces of memory, unless there is one of that name. Raises `StoreError`."""
@@ -77,6 +90,9 @@ _WORDS: Final = {
     -900: "its master cannot be reached",
     -901: "its master did not answer in time",
 }
+#: A transfer that moves at all has a minute; then the library tells that it has failed, and lets it go on. Less than
+#: that, in seconds.
+_GIVEN_UP: Final = 55.0
 #: How long a call may take at most, and how the bytes travel. Read once, when the library is loaded; a variable that is
 #: set already stays.
 _SETTINGS: Final = {
@@ -163,9 +179,15 @@ class MooncakeStore:
         return [code > 0 for code in codes]
 
     def read(self, name: str, offset: int, address: int, nbytes: int) -> bool:
+        asked = time.monotonic()
         code = self._store.get_into_ranges([address], [[name]], [[[0]]], [[[offset]]], [[[nbytes]]])[0][0][0]
         if code == _ABSENT:
             return False
+        if code < 0 and time.monotonic() - asked >= _GIVEN_UP:
+            raise Adrift(
+                f"the store of {self._master} did not give {nbytes} bytes within a minute (code {code}): their memory "
+                "is not used again before this process ends, so start it anew once the network is well"
+            )
         if code == _INVALID and self._ends_before(name, offset + nbytes):
             raise Altered(f"the object ends before byte {offset + nbytes}")
         self._check(code, "did not give an object")

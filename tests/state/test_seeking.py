@@ -349,6 +349,22 @@ def test_what_others_gave_up_is_not_sought_by_those_who_waited() -> None:
     assert answers(asker, seq) == ["Due"] and not mover.sought
 
 
+def test_a_mover_that_writes_beside_its_own_promise_keeps_nobody_waiting() -> None:
+    """It waits in a circle with a maker, and so gets a lease of what it is asked for without keeping its promise."""
+    shell = Shell(single_flight=0.5)
+    mover, maker, asker = tier(shell, wait=1.0), shell.client(), shell.client()
+    ask(maker, "promise", THIRD)
+    absent(mover, THIRD)
+    ask(maker, "promise", PICTURE)
+    seq = ask(asker, "promise", OTHER)
+    beside = mover.create(m.Item(OTHER, form(1)), m.Item(THIRD, form(1)))
+    shell.advance(0.5)
+    assert [type(one) for one in mover.answers[beside].results] == [m.Leased] * 2  # type: ignore[union-attr]
+    assert seq not in asker.answers
+    shell.advance(0.5)
+    assert answers(asker, seq) == ["Due"]
+
+
 def test_the_askers_end_leaves_the_mover_at_it() -> None:
     shell = Shell()
     mover, asker = tier(shell), shell.client()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
@@ -14,12 +15,11 @@ import torch
 
 import mmbroker
 from mmbroker.link import Link
-from mmbroker.tier import desk
 from mmbroker.tier.breaker import State
 from mmbroker.tier.mover import Mover, Options
 from mmbroker.tier.objects import HEADER, name_of
 from mmbroker.tier.policy import Policy
-from mmbroker.tier.store import StoreFull
+from mmbroker.tier.store import Adrift, StoreError, StoreFull
 from tests.conftest import StartBroker
 from tests.kit import BrokerProcess, eventually
 from tests.rig import same, values
@@ -259,6 +259,40 @@ def test_a_full_store_is_no_broken_one(here: Machine, store: FakeStore) -> None:
     assert here.mover.state is State.CLOSED and here.tier()["open"]
 
 
+def test_a_store_that_stays_full_still_gives_what_it_has(broker: BrokerProcess, store: FakeStore) -> None:
+    """It has taken nothing of what it refused: no memory has to rest."""
+    with machine(broker, store, most=1) as here:
+        there = stored(here, store)
+
+        def full(call: str, _: str) -> None:
+            if call == "write":
+                raise StoreFull("no room")
+
+        store.trouble = full
+        for number in range(6):
+            here.make(f"picture {number}", PICTURE)
+        eventually(lambda: here.count("full") == 6, "counted")
+        assert equal(here.ask("picture"), PICTURE) and there in store.objects
+        assert here.mover.state is State.CLOSED
+
+
+@pytest.mark.parametrize("how", ["evicted", "altered", "expired"])
+def test_what_the_store_has_no_more_is_stored_anew(broker: BrokerProcess, store: FakeStore, how: str) -> None:
+    with machine(broker, store, policy=Policy(ttl=3600.0)) as here:
+        there = stored(here, store)
+        if how == "evicted":
+            del store.objects[there]
+        elif how == "altered":
+            store.objects[there] = bytes(len(store.objects[there]))
+        else:
+            here.clock["now"] += 3600.0
+        assert here.ask("picture") is None
+        here.balanced()
+        assert there not in store.objects
+        stored(here, store)
+        assert equal(here.ask("picture"), PICTURE)
+
+
 def test_what_is_cheap_is_stored_when_it_is_reused(broker: BrokerProcess, store: FakeStore) -> None:
     with machine(broker, store, policy=Policy(min_cost=1000.0, reuse=2)) as here:
         here.make("dear", PICTURE, cost=5_000)
@@ -345,12 +379,12 @@ def test_what_is_stuck_counts(broker: BrokerProcess, store: FakeStore) -> None:
 
 def test_a_read_that_fails_halfway(here: Machine, store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slot may still be written by the store: it is nobody else's for a while, then it is given back."""
-    monkeypatch.setattr(desk, "SETTLED", 0.2)
+    monkeypatch.setattr(StoreError, "settles", 0.2)
     stored(here, store)
 
     def trouble(call: str, _: str) -> None:
         if store.calls["read"] == 3:
-            raise desk.StoreError("lost")
+            raise StoreError("lost")
 
     store.trouble = trouble
     future = ThreadPoolExecutor(1).submit(here.ask, "picture")
@@ -358,6 +392,30 @@ def test_a_read_that_fails_halfway(here: Machine, store: FakeStore, monkeypatch:
     assert here.status()["leases"] == 1
     assert future.result() is None
     eventually(lambda: not here.status()["leases"], "it is given back")
+
+
+def test_a_transfer_that_nobody_can_stop_keeps_its_slot(
+    broker: BrokerProcess, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else is ever written where it may still write; others that failed are given back all the same."""
+    monkeypatch.setattr(StoreError, "settles", 0.05)
+    errors = {4: Adrift("still moving"), 6: StoreError("lost")}
+
+    def trouble(call: str, _: str) -> None:
+        if call == "read" and store.calls["read"] in errors:
+            raise errors[store.calls["read"]]
+
+    with machine(broker, store) as here:
+        stored(here, store)
+        stored(here, store, "another")
+        store.trouble = trouble
+        assert here.ask("picture") is None
+        assert here.ask("another") is None
+        eventually(lambda: here.count("failed") == 2, "both have failed")
+        eventually(lambda: here.status()["leases"] == 1, "one is given back")
+        assert [when for when, _ in here.mover.desk._late] == [math.inf]
+    (ghost,) = (ghost for ghost in broker.status()["ghosts"] if ghost["quarantined"])
+    assert ghost["name"] == "tier", "its slot is its own as long as its process lives"
 
 
 def test_writes_that_fail_open_it_too(here: Machine, store: FakeStore) -> None:

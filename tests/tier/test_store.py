@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmbroker.tier import doorman, store
+from mmbroker.tier.store import Adrift, MooncakeStore, StoreError
 
 COMMAND = ("tier", "remove", "--master", "127.0.0.1:1", "--store-namespace", "x")
 
@@ -106,3 +107,23 @@ def test_rdma_without_a_device(devices: OSError | list[str], monkeypatch: pytest
         patched.setattr(os, "listdir", listdir)
         with pytest.raises(store.StoreError, match="say --protocol tcp"):
             store.MooncakeStore("here:1", "127.0.0.1", protocol="rdma")
+
+
+@pytest.mark.parametrize(("seconds", "raised"), [(54.0, StoreError), (60.1, Adrift)])
+def test_a_read_that_the_library_gives_up_is_not_over(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, raised: type[StoreError]
+) -> None:
+    now = [0.0]
+
+    class Library:
+        def get_into_ranges(self, *_: object) -> list[list[list[int]]]:
+            now[0] += seconds
+            return [[[-800]]]
+
+    mooncake = MooncakeStore.__new__(MooncakeStore)
+    mooncake._store, mooncake._master = Library(), "here:1"
+    monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
+    with pytest.raises(StoreError) as failure:
+        mooncake.read("mmb1/a", 0, 0, 50 << 20)
+    assert type(failure.value) is raised
+    assert (failure.value.settles < 60.0) == (raised is StoreError)
