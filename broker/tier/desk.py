@@ -8,6 +8,7 @@ only rank of an engine of its own, so that the slot stays as it is for as long.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from bisect import insort
@@ -284,6 +285,11 @@ class Desk:
 
     def give_back_later(self, slot: Slot, seconds: float) -> None:
         """The store has failed while it wrote there, and may still do so for a while; for ever, if that is so long."""
+        if seconds == math.inf:
+            nbytes = slot.place.view.nbytes
+            log.warning(
+                "mmbroker tier: %d bytes are kept until this process ends: the store may write there", nbytes
+            )
         with self._lock:
             insort(self._late, (time.monotonic() + seconds, slot), key=itemgetter(0))
         self.link.remind()

@@ -225,18 +225,17 @@ class Mover:
     def _keep(self) -> None:
         while True:
             with self._changed:
-                while not self._closing and not self._put_due():
-                    self._changed.wait(self._put_pause())
+                while not self._closing and (pause := self._put_pause()) != 0.0:
+                    self._changed.wait(pause)
                 if self._closing:
                     return
                 now = time.monotonic()
-                over = self._stored.over(now)
-                worth = self._backlog.take(now) if self._breaker.state is State.CLOSED else None
+                over, worth = self._stored.over(now), self._backlog.take(now)
                 self._storing = None if worth is None else worth.key
             kept = False
             try:
-                for name in over:
-                    self._keeper.remove(name)
+                if over is not None:
+                    self._keeper.remove(over)
                 kept = worth is not None and self._keeper.keep(worth)
             except Exception:
                 log.exception("mmbroker tier: a feature could not be stored")
@@ -247,18 +246,13 @@ class Mover:
                     name = objects.name_of(self.namespace, worth.key)
                     self._stored.add(name, None if ttl is None else now + ttl)
 
-    def _put_due(self) -> bool:
-        now = time.monotonic()
-        return self._stored.due(now) or (
-            self._breaker.state is State.CLOSED and self._backlog.left(now) == 0.0
-        )
-
     def _put_pause(self) -> float | None:
-        """Seconds until there may be something to do, unless somebody says so before."""
+        """Seconds until there may be something to do, unless somebody says so before: None, as while the store is left
+        alone."""
+        if self._breaker.state is not State.CLOSED:
+            return None
         now = time.monotonic()
-        pauses = [self._stored.left(now)]
-        if self._breaker.state is State.CLOSED:
-            pauses.append(self._backlog.left(now))
+        pauses = [self._stored.left(now), self._backlog.left(now)]
         return min((pause for pause in pauses if pause is not None), default=None)
 
     # --- how the store does -----------------------------------------------------------------------------------------
@@ -279,7 +273,7 @@ class Mover:
             self.desk.tell(False)
             self.desk.count("breaker_opened")
             # Its master may have been started anew, and forgotten everything.
-            self._stored.clear()
+            self._stored.doubt()
             self._changed.notify_all()
 
     def _look_after(self) -> None:

@@ -110,30 +110,33 @@ class Backlog:
 class Stored:
     """Names of what is in the store as far as is known here, the latest last, and when each is to be removed.
 
-    Not thread-safe."""
+    What is doubtful is stored again, and removed in its time all the same. Not thread-safe."""
 
     def __init__(self, most: int = REMEMBERED) -> None:
         self._most = most
         self._until: OrderedDict[str, float | None] = OrderedDict()
+        self._doubtful: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._until
+        return name in self._until and name not in self._doubtful
 
     def __len__(self) -> int:
         return len(self._until)
 
     def add(self, name: str, until: float | None) -> None:
         """`until`: when its time is over; None: never."""
-        self._until.pop(name, None)
+        self.forget(name)
         self._until[name] = until
         if len(self._until) > self._most:
-            self._until.popitem(last=False)
+            self.forget(next(iter(self._until)))
 
     def forget(self, name: str) -> None:
         self._until.pop(name, None)
+        self._doubtful.discard(name)
 
-    def clear(self) -> None:
-        self._until.clear()
+    def doubt(self) -> None:
+        """The store may have lost everything."""
+        self._doubtful.update(self._until)
 
     def left(self, now: float) -> float | None:
         """Seconds until the time of one is over; None: of none that is known."""
@@ -143,13 +146,10 @@ class Stored:
     def due(self, now: float) -> bool:
         return self.left(now) == 0.0
 
-    def over(self, now: float) -> list[str]:
-        """Names whose time is over, which are forgotten. All have one time to live, so the oldest are over first."""
-        names = []
-        while self._until:
-            name, until = next(iter(self._until.items()))
-            if until is None or until > now:
-                break
-            del self._until[name]
-            names.append(name)
-        return names
+    def over(self, now: float) -> str | None:
+        """A name whose time is over, which is forgotten. All have one time to live, so the oldest are over first."""
+        if not self.due(now):
+            return None
+        name = next(iter(self._until))
+        self.forget(name)
+        return name

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -245,6 +246,23 @@ def test_who_stored_it_removes_it_in_time(broker: BrokerProcess, store: FakeStor
         here.make("picture", PICTURE)
         store.wait(lambda: store.calls["remove"] == 1 and not store.objects)
         eventually(lambda: here.count("removed") == 1, "counted")
+
+
+def test_what_is_over_while_the_store_is_left_alone_is_removed_afterwards(
+    broker: BrokerProcess, store: FakeStore
+) -> None:
+    with machine(broker, store, policy=Policy(ttl=0.5)) as here:
+        here.make("picture", PICTURE)
+        store.wait(lambda: store.objects)
+        eventually(lambda: len(here.mover._stored) == 1, "noted")
+        store.broken("read", "probe", "remove")
+        while here.mover.state is State.CLOSED:
+            assert here.ask("another") is None
+        eventually(lambda: here.mover._stored.due(time.monotonic()), "over")
+        assert not store.calls["remove"], "nothing is asked"
+        store.broken()
+        eventually(lambda: here.count("removed") == 1, "removed")
+        assert not store.objects
 
 
 def test_a_full_store_is_no_broken_one(here: Machine, store: FakeStore) -> None:

@@ -92,8 +92,19 @@ def test_what_is_stored_is_remembered_until_its_time_is_over() -> None:
     stored.add("b", 11.0)
     stored.add("a", 12.0)  # again
     assert "a" in stored and "b" in stored and stored.left(1.0) == 10.0
-    assert stored.over(10.5) == [] and stored.over(11.0) == ["b"] and "b" not in stored
+    assert stored.over(10.5) is None and stored.over(11.0) == "b" and "b" not in stored
     for name in "cde":
         stored.add(name, None)
     assert "a" not in stored and len(stored) == 3
-    assert stored.left(99.0) is None and stored.over(99.0) == []
+    assert stored.left(99.0) is None and stored.over(99.0) is None
+
+
+def test_what_is_doubtful_is_stored_again_and_still_removed_in_time() -> None:
+    stored = Stored()
+    stored.add("a", 10.0)
+    stored.add("b", 11.0)
+    stored.doubt()
+    assert "a" not in stored and "b" not in stored
+    stored.add("b", 12.0)
+    assert "b" in stored
+    assert [stored.over(12.0), stored.over(12.0), stored.over(12.0)] == ["a", "b", None]
