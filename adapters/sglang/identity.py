@@ -2,8 +2,9 @@
 
 Something too much in it costs a miss, something too little gives wrong answers. So all of SGLang's arguments and
 variables are in it, except those that are known to have nothing to do with an encoder. Weights are told by their files:
-where they are, which ones, how large and how old, and the headers of those that have one. That they did not change
-while they were loaded is seen by a look before the engine starts and another one at its first request.
+where they are, which ones, how large and how old, and the headers of those that have one; or by their bytes, if that is
+asked for (`adapters.weights`). That they did not change while they were loaded is seen by a look before the engine
+starts and another one at its first request.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mmbroker.adapters.fingerprint import canonical, derived_key, fingerprint, versions
+from mmbroker.adapters.weights import by_content, contents, kinds
 from mmbroker.proto.keys import Key
 
 from . import packing
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 #: The launcher's look at the weights, for the processes it starts.
 WEIGHTS: Final = "MMBROKER_WEIGHTS"
+#: And what they contain, if that is asked for.
+CONTENT: Final = "MMBROKER_WEIGHTS_CONTENT"
 #: Architectures whose encoder makes of one item what depends on nothing but that item: each has a test.
 ARCHITECTURES: Final = frozenset({"Qwen2_5_VLForConditionalGeneration"})
 
@@ -57,21 +61,28 @@ def note_weights(args: Any, environ: MutableMapping[str, str] = os.environ) -> N
     """In the launcher, before any weights are loaded: remember what their files are."""
     try:
         environ[WEIGHTS] = fingerprint(weights=weights(args)).hex()
+        if by_content(environ):
+            environ[CONTENT] = fingerprint(weights=contents(_files(args), environ)).hex()
     except (OSError, Unknown) as error:  # not there yet, perhaps
         environ[WEIGHTS] = f"unknown: {error}"
 
 
 def weights(args: Any) -> list[tuple[Any, ...]]:
     """What tells a model's files from others, without reading them whole. Raises `Unknown`, `OSError`."""
-    directory = _directory(str(args.model_path), getattr(args, "revision", None))
     found: list[tuple[Any, ...]] = []
-    for path in sorted(directory.iterdir()):
-        if path.name.endswith(_WEIGHTS) and path.is_file():
-            real = path.resolve()
-            is_ = real.stat()
-            place = (str(real), is_.st_dev, is_.st_ino, is_.st_size, is_.st_mtime_ns)
-            found.append((path.name, *place, _header(real)))
-    if not any(not str(one[0]).endswith((".py", ".json")) for one in found):
+    for path in _files(args):
+        real = path.resolve()
+        is_ = real.stat()
+        place = (str(real), is_.st_dev, is_.st_ino, is_.st_size, is_.st_mtime_ns)
+        found.append((path.name, *place, _header(real)))
+    return found
+
+
+def _files(args: Any) -> list[Path]:
+    """A model's weights, and what is read beside them. Raises `Unknown` if there are none, `OSError`."""
+    directory = _directory(str(args.model_path), getattr(args, "revision", None))
+    found = [path for path in sorted(directory.iterdir()) if path.name.endswith(_WEIGHTS) and path.is_file()]
+    if all(path.name.endswith((".py", ".json")) for path in found):
         raise Unknown(f"{directory} has no weights")
     return found
 
@@ -135,8 +146,8 @@ class Encoder:
             raise Unknown(f"it has not been tried whether {architecture} encodes each item by itself")
         if getattr(args, "enable_lora", False) or getattr(args, "lora_paths", None):
             raise Unknown("adapters (LoRA) may change the encoder from request to request")
-        own = ""
-        files: list[tuple[Any, ...]] = []
+        own: Any = ""
+        files: list[Any] = []
         if args.load_format == "dummy":
             own = self._engine  # drawn at random: no other engine has them
         else:
@@ -145,6 +156,8 @@ class Encoder:
                 raise Unknown(
                     f"the model's files are not what they were before it was loaded ({self._environ.get(WEIGHTS)})"
                 )
+            if by_content(self._environ):
+                files, own = [self._environ[CONTENT]], kinds()
         config = re.sub(r'"_name_or_path": "[^"]*"', "", self._config.to_json_string(use_diff=False))
         return fingerprint(
             weights=files,

@@ -11,6 +11,8 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Final
 
+from mmbroker.adapters.weights import by_content
+
 TRANSPORT: Final = "MMBROKER_TRANSPORT"
 PATH: Final = "MMBROKER_PATH"
 WAIT: Final = "MMBROKER_WAIT"
@@ -51,6 +53,7 @@ def read(environ: MutableMapping[str, str] = os.environ) -> Settings:
         wait = -1.0
     if not 0 <= wait <= 3600:
         raise ValueError(f"{WAIT}={text!r}: it is a number of seconds from 0 to 3600")
+    by_content(environ)
     return Settings(
         broker=transport == "broker",
         path=environ.get(PATH) or None,

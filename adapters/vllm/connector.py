@@ -229,7 +229,9 @@ class _Bare:
 
 def _keys(vllm_config: Any, asked: settings.Settings, say: Any) -> identity.Identity:
     device = identity.device_name()
-    return identity.Identity(lambda: identity.of_encoder(vllm_config, device), asked.uuids, say)
+    keys = identity.Identity(lambda: identity.of_encoder(vllm_config, device), asked.uuids, say)
+    keys.prepare()
+    return keys
 
 
 def _unsuited(vllm_config: Any) -> str | None:

@@ -5,13 +5,14 @@ the name only promises: the model's and the processor's configuration, the files
 quantisation, parallelism and versions. What cannot be told is not shared.
 
 Weights are known by their files: device, inode, size and time of change, which nothing can set back. A copy of a model
-is another model, which costs a miss; hashing gigabytes at every start would cost more.
+is another model, which costs a miss; or they are known by their bytes, if that is asked for (`adapters.weights`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mmbroker.adapters.fingerprint import derived_key, fingerprint, versions
+from mmbroker.adapters.weights import WEIGHTS_BY, by_content, contents, kinds
 from mmbroker.proto.keys import Key
 
 #: What vLLM's hashes look like. Other identifiers are a client's own word, or a mere counter of one process.
@@ -66,6 +68,11 @@ class Identity:
             return None
         print_ = self._fingerprint()
         return None if print_ is None else derived_key(print_, identifier.encode())
+
+    def prepare(self) -> None:
+        """Make what keys need now, if that takes reading: not when a scheduler asks for the first one."""
+        if os.environ.get(WEIGHTS_BY):
+            self._fingerprint()
 
     def _fingerprint(self) -> bytes | None:
         with self._lock:
@@ -167,7 +174,7 @@ def _folder(vllm_config: Any) -> Path:
         ) from error
 
 
-def _weights(folder: Path, load: Any) -> list[tuple[str, int, int, int, int]]:
+def _weights(folder: Path, load: Any) -> list[Any]:
     if load.load_format == "dummy":
         raise NotTold("dummy weights are random: encoder outputs are not shared")
     found = sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
@@ -175,6 +182,11 @@ def _weights(folder: Path, load: Any) -> list[tuple[str, int, int, int, int]]:
         raise NotTold(
             f"{folder} has no weights that could be told from others: encoder outputs are not shared"
         )
+    try:
+        if by_content():
+            return [*contents(found), *kinds()]
+    except (OSError, ValueError) as error:
+        raise NotTold(f"the weights cannot be told by their content ({error}): not shared") from error
     told = []
     for path in found:
         stat = path.stat()

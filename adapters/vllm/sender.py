@@ -64,6 +64,8 @@ class Sender(BaseMultiModalProcessorCache):  # type: ignore[misc]
             if loads
             else None
         )
+        if self._outputs is not None:
+            self._outputs.prepare()
         self._processed = identity.Identity(
             lambda: identity.of_processor(vllm_config), asked.uuids, logger.warning
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from mmbroker.adapters.sglang import identity
+from mmbroker.adapters.weights import WEIGHTS_BY
 from mmbroker.proto.keys import Kind
 
 pytestmark = pytest.mark.sglang
@@ -88,6 +90,49 @@ def test_what_has_nothing_to_do_with_an_encoder_makes_no_difference(
 ) -> None:
     plain = engine(model, **dict.fromkeys(change))
     assert engine(model, **change).key(item(), DIGEST) == plain.key(item(), DIGEST)
+
+
+def by_content(cache: Path) -> dict[str, str]:
+    return {WEIGHTS_BY: "content", "XDG_CACHE_HOME": str(cache)}
+
+
+def test_by_content_a_copy_is_the_same_model(model: Path, tmp_path: Path) -> None:
+    """As on another machine, and for whoever reads it anew; but not the same key as by its files."""
+    copy = shutil.copytree(model, tmp_path / "copy")
+    keys = [
+        engine(one, variables=by_content(tmp_path / cache)).key(item(), DIGEST)
+        for one, cache in ((model, "here"), (copy, "here"), (copy, "there"))
+    ]
+    assert keys[0] is not None and keys[0] == keys[1] == keys[2]
+    assert engine(model).key(item(), DIGEST) not in (keys[0], engine(copy).key(item(), DIGEST))
+
+
+@pytest.mark.parametrize("place", [11, 109])
+def test_by_content_one_byte_makes_another_model(model: Path, tmp_path: Path, place: int) -> None:
+    """The same name, length, header and age: nothing else would tell."""
+    first = engine(model, variables=by_content(tmp_path)).key(item(), DIGEST)
+    file = model / "model.safetensors"
+    is_, data = file.stat(), bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(is_.st_atime_ns, is_.st_mtime_ns))
+    assert file.stat().st_mtime_ns == is_.st_mtime_ns
+    second = engine(model, variables=by_content(tmp_path)).key(item(), DIGEST)
+    assert None not in (first, second) and first != second
+
+
+def test_by_content_machines_that_round_differently_share_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = engine(model, variables=by_content(tmp_path)).key(item(), DIGEST)
+    monkeypatch.setattr(identity, "kinds", lambda: ["another processor"])
+    assert engine(model, variables=by_content(tmp_path)).key(item(), DIGEST) not in (None, first)
+
+
+def test_by_content_files_that_change_while_they_are_loaded_are_seen(model: Path, tmp_path: Path) -> None:
+    started = engine(model, variables=by_content(tmp_path))
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(99) + b"x")
+    assert started.key(item(), DIGEST) is None
 
 
 def test_a_models_name_makes_no_difference(model: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Three real servers on one broker: two of one model, which share what its encoder makes, and one with other weights.
 
-The second one prefills in chunks and caches nothing that its encoder makes, so each chunk asks for it again.
+The two have copies of the model, as two machines would, and know it by its content. The second one prefills in chunks
+and caches nothing that its encoder makes, so each chunk asks for it again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mmbroker.adapters.sglang.settings import SHARE_OUTPUTS
+from mmbroker.adapters.weights import WEIGHTS_BY
 from mmbroker.demo.model import tiny_model
 from tests.kit import eventually
 
@@ -45,7 +47,6 @@ def other_model(directory: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def trio() -> Iterator[Trio]:
-    sharing = {SHARE_OUTPUTS: "1"}
     chunks = ("--chunked-prefill-size", "32")
     with (
         kit.scratch() as one,
@@ -53,9 +54,11 @@ def trio() -> Iterator[Trio]:
         kit.scratch() as three,
         kit.running_broker(one) as broker,
     ):
+        sharing = {SHARE_OUTPUTS: "1", WEIGHTS_BY: "content", "XDG_CACHE_HOME": str(one / "cache")}
+        copy = shutil.copytree(tiny_model(), two / "model")
         scenes = Trio(
             kit.Scene(one, environment=sharing, broker=broker),
-            kit.Scene(two, chunks, {**sharing, "SGLANG_VLM_CACHE_SIZE_MB": "0"}, broker),
+            kit.Scene(two, chunks, {**sharing, "SGLANG_VLM_CACHE_SIZE_MB": "0"}, broker, model=copy),
             kit.Scene(three, environment=sharing, broker=broker, model=other_model(three / "model")),
         )
         try:

@@ -20,6 +20,7 @@ def main() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     from mmbroker.adapters.vllm import identity, seams, settings
+    from mmbroker.adapters.weights import WEIGHTS_BY
     from tests.vllm import kit
 
     model = Path(sys.argv[1])
@@ -55,14 +56,30 @@ def main() -> None:
     same_cache = config(mm_processor_cache_gb=1, limit_mm_per_prompt={"image": 2, "video": 0})
     found["cache sizes"] = told(same_cache)
 
-    # Another model under the same name: the same bytes but one, and the same time of change for all that one can set.
+    def by_content() -> str:
+        os.environ[WEIGHTS_BY] = "content"
+        try:
+            return told(config())
+        finally:
+            del os.environ[WEIGHTS_BY]
+
+    # A copy of the weights in the place of the file: as on another machine.
     weights = model / "model.safetensors"
+    os.environ["XDG_CACHE_HOME"] = str(model.parent / "cache")
+    found["content"] = [by_content()]
+    shutil.copy2(weights, model / "copy")
+    os.replace(model / "copy", weights)
+    found["copied"] = told(config())
+    found["content"].append(by_content())
+
+    # Another model under the same name: the same bytes but one, and the same time of change for all that one can set.
     stat = weights.stat()
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     found["other weights"] = told(config())
+    found["content"].append(by_content())
     shutil.copy(model / "preprocessor_config.json", model / "kept.txt")
     options = json.loads((model / "preprocessor_config.json").read_text())
     before = told(config())

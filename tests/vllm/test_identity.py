@@ -38,9 +38,18 @@ def test_equal_engines_share(found: Any) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("what", ["device", "dtype", "pixels", "ranks", "quantized", "other weights"])
+@pytest.mark.parametrize(
+    "what", ["device", "dtype", "pixels", "ranks", "quantized", "copied", "other weights"]
+)
 def test_engines_that_differ_do_not(found: Any, what: str) -> None:
     assert len(found[what]) == 64 and found[what] != found["plain"]
+
+
+@pytest.mark.vllm
+def test_by_content_a_copy_is_the_same_model_and_another_is_not(found: Any) -> None:
+    here, copied, other = found["content"]
+    assert len(here) == len(other) == 64
+    assert here == copied and here not in (other, found["plain"])
 
 
 @pytest.mark.vllm
