@@ -70,7 +70,7 @@ class Fetcher:
         name = objects.name_of(self._namespace, wanted.key)
         self._desk.count("gets")
         try:
-            header = self._find(name, wanted)
+            header, in_time = self._find(name, wanted)
         except StoreError as error:
             self._judge(str(error))
             self._desk.count("failed")
@@ -93,26 +93,25 @@ class Fetcher:
         if slot is None:
             self._desk.count("late")
         else:
-            self._fill(name, wanted, header, slot)
+            self._fill(name, wanted, header, slot, in_time)
 
-    def _find(self, name: str, wanted: Wanted) -> Header | None:
-        """The header, if the store has one that may still be served. Raises `StoreError`, `Altered`."""
+    def _find(self, name: str, wanted: Wanted) -> tuple[Header | None, bool]:
+        """The header, if the store has one that may still be served; and whether it came in time. Raises `StoreError`,
+        `Altered`."""
         asked = time.monotonic()
         with self._scratch.header() as room:
             there = self._read_header(name, room.address)
             in_time = self._look_at_the_clock(asked)
             header = objects.decode(room.view, wanted.key) if there else None
-        if there and in_time:
-            self._judge(None)
         if header is None:
             self._missed(wanted)
         elif header.expired(self._wall()):
             self._discard(name, wanted, "expired")
-            return None
-        return header
+            return None, in_time
+        return header, in_time
 
-    def _fill(self, name: str, wanted: Wanted, header: Header, slot: Slot) -> None:
-        """Write a slot, and seal it if all is as it was stored; else it is given back."""
+    def _fill(self, name: str, wanted: Wanted, header: Header, slot: Slot, in_time: bool) -> None:
+        """Write a slot, and seal it if all is as it was stored; else it is given back. `in_time`: the header was."""
         try:
             there = not header.form.nbytes or self._read_bytes(name, slot, header.form.nbytes)
         except StoreError as error:
@@ -126,6 +125,8 @@ class Fetcher:
         else:
             if not there:
                 self._missed(wanted)  # removed in between
+            elif in_time:
+                self._judge(None)
         if there and not self._verify(header, slot):
             there = False
             self._discard(name, wanted, "altered")

@@ -81,7 +81,9 @@ class Store(Protocol):
 
 # --- Mooncake ---------------------------------------------------------------------------------------------------------
 
-_OK, _ABSENT, _FULL, _INVALID = 0, -704, -200, -600
+_OK, _FULL, _INVALID = 0, -200, -600
+#: There is no such object, or somebody is just storing it.
+_ABSENT: Final = (-704, -703)
 _WORDS: Final = {
     -200: "it has no room",
     -600: "it refused a parameter",
@@ -181,7 +183,7 @@ class MooncakeStore:
     def read(self, name: str, offset: int, address: int, nbytes: int) -> bool:
         asked = time.monotonic()
         code = self._store.get_into_ranges([address], [[name]], [[[0]]], [[[offset]]], [[[nbytes]]])[0][0][0]
-        if code == _ABSENT:
+        if code in _ABSENT:
             return False
         if code < 0 and time.monotonic() - asked >= _GIVEN_UP:
             raise Adrift(
@@ -208,7 +210,7 @@ class MooncakeStore:
 
     def remove(self, name: str) -> None:
         code = self._store.remove(name, True)
-        if code != _ABSENT:
+        if code not in _ABSENT:
             self._check(code, "did not remove an object")
 
     def remove_all(self, prefix: str) -> int:

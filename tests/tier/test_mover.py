@@ -362,6 +362,26 @@ def test_a_broken_store_is_left_alone_and_tried_again(here: Machine, store: Fake
     assert equal(here.ask("picture"), PICTURE)
 
 
+def test_headers_alone_do_not_speak_for_the_store(
+    here: Machine, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network that carries what is small and loses what is large: each of its hits would cost whoever asks."""
+    monkeypatch.setattr(StoreError, "settles", 0.05)
+    for number in range(3):
+        stored(here, store, f"picture {number}")
+    read = store.read
+
+    def small(name: str, offset: int, address: int, nbytes: int) -> bool:
+        if offset:
+            raise StoreError("lost")
+        return read(name, offset, address, nbytes)
+
+    monkeypatch.setattr(store, "read", small)
+    for number in range(3):
+        assert here.ask(f"picture {number}") is None
+    eventually(lambda: here.count("breaker_opened") == 1, "it is left alone")
+
+
 def test_a_slow_store_is_left_alone(broker: BrokerProcess, store: FakeStore) -> None:
     """It answers right, but far too late: nobody has waited for it."""
     with machine(broker, store, wait=0.02, pause=(60.0, 60.0)) as here:

@@ -109,6 +109,17 @@ def test_rdma_without_a_device(devices: OSError | list[str], monkeypatch: pytest
             store.MooncakeStore("here:1", "127.0.0.1", protocol="rdma")
 
 
+@pytest.mark.parametrize("code", [-703, -704])
+def test_what_another_machine_is_just_storing_is_not_there_yet(code: int) -> None:
+    class Library:
+        def get_into_ranges(self, *_: object) -> list[list[list[int]]]:
+            return [[[code]]]
+
+    store = MooncakeStore.__new__(MooncakeStore)
+    store._store, store._master = Library(), "here:1"
+    assert not store.read("mmb1/a", 0, 0, 8192)
+
+
 @pytest.mark.parametrize(("seconds", "raised"), [(54.0, StoreError), (60.1, Adrift)])
 def test_a_read_that_the_library_gives_up_is_not_over(
     monkeypatch: pytest.MonkeyPatch, seconds: float, raised: type[StoreError]
