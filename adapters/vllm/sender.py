@@ -6,8 +6,9 @@ vLLM asks it by the hash of the media's bytes, before the processor. Of three fe
 * if the *encoder's output* is there, the request leaves with metadata alone;
 * else, if the *tensors* are there, it leaves with a reference to them.
 
-What is found is held until the request is over: it cannot be evicted on the way. Without a broker, or for what cannot
-be shared, vLLM's own cache of this process serves.
+What is found is held until the request is over: it cannot be evicted on the way. A head that nobody has is promised to
+the first that asks, and others wait for it, so that API servers which get a picture at the same time run its processor
+once. Without a broker, or for what cannot be shared, vLLM's own cache of this process serves.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ logger = logging.getLogger("vllm.mmbroker")
 
 #: How long a broker that is there may take, in seconds; then vLLM goes its own way, and asks no more for a while.
 _TIMEOUT, _SILENCE = 1.0, 10.0
+#: How long another API server may take to make what this one needs, too, in seconds.
+_MAKING: Final = 2.0
 #: How long a starting API server waits for a broker, in seconds.
 _PATIENCE: Final = 3.0
 #: Most heads that are remembered here.
@@ -76,11 +79,15 @@ class Sender(BaseMultiModalProcessorCache):  # type: ignore[misc]
         self._silent_until = 0.0
         self._saying = Saying("pictures went to the engine vLLM's own way")
         self._found: dict[str, Found] = {}  # for the request that is being processed
+        self._promises: dict[str, mmbroker.Promise] = {}  # likewise: heads that it is to make
         self._processor: Any = None
         self._inputs: Any = None
         self._modalities: Iterator[str] = iter(())  # vLLM asks for one after the other
         self._info = self._told = CacheInfo(hits=0, total=0)
-        self.counts = {"bare": 0, "referred": 0, "put": 0, "own": 0, "sender_errors": 0, "sent_again": 0}
+        self.counts = {
+            "bare": 0, "referred": 0, "put": 0, "own": 0, "sender_errors": 0, "sent_again": 0,
+            "promises_late": 0,
+        }  # fmt: skip
 
     # --- the seams --------------------------------------------------------------------------------------------------
 
@@ -94,6 +101,9 @@ class Sender(BaseMultiModalProcessorCache):  # type: ignore[misc]
         finally:
             self._processor = self._inputs = None
             self._found.clear()
+            for promise in self._promises.values():
+                promise.drop()
+            self._promises.clear()
 
     def is_cached_item(self, mm_hash: str) -> bool:
         return mm_hash in self._found or self._own.is_cached_item(mm_hash)
@@ -217,10 +227,28 @@ class Sender(BaseMultiModalProcessorCache):  # type: ignore[misc]
     def _read_heads(self, client: mmbroker.Client, mm_hashes: list[str]) -> dict[str, items.Head]:
         heads = {mm_hash: self._heads[mm_hash] for mm_hash in mm_hashes if mm_hash in self._heads}
         unknown = {h: self._key(b"head", h) for h in mm_hashes if h not in heads}
-        for mm_hash, held in self._lookup(client, unknown, to=self._name).items():
+        for mm_hash, held in self._get_or_promise(client, unknown).items():
             with held, self._attached().take(held.ref) as use:
                 heads[mm_hash] = self._remember(mm_hash, items.read_head(bytes(use.tensor.numpy())))
         return heads
+
+    def _get_or_promise(self, client: mmbroker.Client, keys: Mapping[str, Key | None]) -> dict[str, Any]:
+        """Heads that are there. What nobody makes is ours to make; what somebody else makes is waited for, unless there
+        is something to make here: others may wait for that."""
+        known = {mm_hash: key for mm_hash, key in keys.items() if key is not None}
+        if not known or self._promises:
+            return self._lookup(client, keys, to=self._name)
+        try:
+            got = client.get_or_promise(list(known.values()), to=self._name, private=True, timeout=_MAKING)
+        except mmbroker.NoSuchEngine:  # it is starting
+            return {}
+        except mmbroker.DeadlineExceeded:  # it takes them long: then we make it, too
+            self.counts["promises_late"] += 1
+            return {}
+        for mm_hash, one in zip(known, got, strict=True):
+            if isinstance(one, mmbroker.Promise):
+                self._promises[mm_hash] = one
+        return {h: one for h, one in zip(known, got, strict=True) if isinstance(one, mmbroker.Held)}
 
     def _attached(self) -> mmbroker.FeatureTable:
         if self._table is None:
@@ -245,11 +273,13 @@ class Sender(BaseMultiModalProcessorCache):  # type: ignore[misc]
         if client is None or taken is None or not taken.tensors or keys[0] is None or keys[1] is None:
             return self._own.get_and_update_item(mm_item, mm_hash)
         try:
-            head = torch.frombuffer(bytearray(taken.head), dtype=torch.uint8)
-            client.put(head, key=keys[0], modality="head", timeout=_TIMEOUT).drop()
             held = client.put_list(
                 taken.tensors, key=keys[1], to=self._engine, modality=modality, private=True, timeout=_TIMEOUT
             )
+            # Whoever waits for the head goes on to look for the tensors.
+            head = torch.frombuffer(bytearray(taken.head), dtype=torch.uint8)
+            key = self._promises.get(mm_hash, keys[0])
+            client.put(head, key=key, modality="head", timeout=_TIMEOUT).drop()
         except BrokerError as error:
             self._failed(error)
             return self._own.get_and_update_item(mm_item, mm_hash)

@@ -2,13 +2,15 @@
 
 Each event appends one byte to a file in ``$TEST_PROBE``, so that a file's size is the count, over all processes. And
 faults: while there is a file ``lose`` there, no lookup finds an encoder's output; while there is ``miss``, no item has
-its tensors. With ``$TEST_PROBE_TIMES`` set, nanoseconds are noted as well, a line each: ``cpu_ns`` of processor time
-for each picture's preprocessing, and ``half_ns`` in a connector's scheduler half for each step that asked it anything.
+its tensors; while there is ``hold``, processors wait, and while there is ``fail``, they fail. With
+``$TEST_PROBE_TIMES`` set, nanoseconds are noted, a line each: ``cpu_ns`` of processor time for each picture's
+preprocessing, and ``half_ns`` in a connector's scheduler half for each step that asked it anything.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import Any
 
@@ -132,6 +134,11 @@ def register() -> None:
 
     def call_hf_processor(self: Any, data: Any, kwargs: Any) -> Any:
         note("processed", len(data.get("images") or ()))
+        pause = threading.Event()
+        while ordered("hold"):
+            pause.wait(0.01)
+        if ordered("fail"):
+            raise ValueError("a test has ordered so")
         return call(self, data, kwargs)
 
     model.embed_multimodal = embed_multimodal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import urllib.error
 
 import pytest
 
@@ -43,6 +44,26 @@ def test_two_api_servers_preprocess_each_picture_once() -> None:
                 return all(tally.get("bare", 0) + tally.get("referred", 0) for tally in tallies)
 
             eventually(both_served, "both API servers have served", 60)
+            with probe.change() as change, concurrent.futures.ThreadPoolExecutor(64) as pool:
+                asked = []
+
+                def waits() -> int:
+                    return int(broker.status()["counters"].get("waits_flight", 0))
+
+                def both_were_asked() -> bool:
+                    """The one is at it, and the other waits for it."""
+                    asked.append(pool.submit(server.ask, [PICTURES]))
+                    return waits() > before
+
+                before = waits()
+                with probe.fault("hold"):
+                    eventually(both_were_asked, "both API servers have the same new picture")
+                texts = {str(one.result()) for one in asked}
+            assert len(texts) == 1 and change["processed"] == 1
+            with probe.fault("fail"), pytest.raises(urllib.error.HTTPError):
+                server.ask([PICTURES + 1])
+            eventually(lambda: not broker.status()["promises"], "what could not be made is given back")
+            assert server.ask([PICTURES + 1])
             with probe.fault("lose"):
                 lost = server.ask([3, 0])
             assert lost == server.ask([3, 0]) and "is sent again" in server.text()
