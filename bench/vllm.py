@@ -45,8 +45,6 @@ COUNTS: Final = (1, 2)
 WARMING: Final = 4
 #: Requests that are under way at once.
 CLIENTS: Final = 4
-#: Side of a picture, in pixels.
-SIDE: Final = 336
 #: Requests in the step that is measured alone; steps in which they decode, and in which all are new.
 RUNNING, STEPS, FRESH = 64, 5000, 300
 
@@ -210,7 +208,8 @@ class Lines:
 
     @staticmethod
     def _of(line: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(line[name] for name in ("way", "api_servers", "engines", "repeats_percent", "requests"))
+        names = ("way", "side", "api_servers", "engines", "repeats_percent", "requests")
+        return tuple(line[name] for name in names)
 
     def __contains__(self, line: dict[str, Any]) -> bool:
         return self._of(line) in self._known
@@ -225,12 +224,19 @@ class Lines:
 
 
 def measure_fleet(
-    way: str, servers: int, engines: Sequence[int], requests: int, lines: Lines, say: Callable[[str], None]
+    way: str,
+    side: int,
+    servers: int,
+    engines: Sequence[int],
+    requests: int,
+    lines: Lines,
+    say: Callable[[str], None],
 ) -> None:
-    """All lines of a way with so many API servers that are not there yet."""
+    """All lines of a way with so many API servers that are not there yet, with pictures of `side` pixels a side."""
     todo = [
         {
             "way": way,
+            "side": side,
             "engines": count,
             "api_servers": servers,
             "repeats_percent": rate,
@@ -267,13 +273,13 @@ def show(found: dict[str, Any]) -> None:
 
 
 @contextmanager
-def larger_pictures() -> Iterator[None]:
-    """Of `SIDE` pixels, so that there is something to preprocess."""
+def larger_pictures(side: int) -> Iterator[None]:
+    """Of so many pixels a side, so that there is something to preprocess."""
     from PIL import Image
 
     before = serving.picture
     serving.picture = lambda seed: Image.frombytes(
-        "RGB", (SIDE, SIDE), random.Random(seed).randbytes(SIDE * SIDE * 3)
+        "RGB", (side, side), random.Random(seed).randbytes(side * side * 3)
     )
     try:
         yield
@@ -292,6 +298,7 @@ def main() -> None:
         "--engines", type=int, choices=COUNTS, help="engines (1 and 2; with two API servers 1)"
     )
     parser.add_argument("--requests", type=int, default=32, help="in each line (32)")
+    parser.add_argument("--side", type=int, default=336, help="of a picture, in pixels (336)")
     parser.add_argument("--minutes", type=float, default=6.0, help="start no engine later than that (6)")
     parser.add_argument("--quick", action="store_true", help="one engine, one API server, few requests")
     parser.add_argument("--step", action="store_true", help="the scheduler half alone: needs no vLLM")
@@ -315,7 +322,7 @@ def main() -> None:
             options.engines = options.servers = 1
             options.requests = 12
         os.environ["TEST_PROBE_TIMES"] = "1"
-        with larger_pictures():
+        with larger_pictures(options.side):
             for servers in COUNTS if options.servers is None else (options.servers,):
                 # What a second API server changes, one engine shows; two of each are a machine's worth of processes.
                 usual = COUNTS if servers == 1 else COUNTS[:1]
@@ -329,7 +336,7 @@ def main() -> None:
                         )
                     else:
                         try:
-                            measure_fleet(way, servers, engines, options.requests, lines, say)
+                            measure_fleet(way, options.side, servers, engines, options.requests, lines, say)
                         except (AssertionError, OSError) as error:
                             failed = True
                             say(f"{way} with {servers} API server(s) failed: {str(error)[-400:]}")
