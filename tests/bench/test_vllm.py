@@ -16,6 +16,6 @@ def test_the_scheduler_half_alone(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
-    assert [line["step"] for line in found["step"]] == ["decode", "load"]
+    assert [line["step"] for line in found["step"]] == ["decode", "first sights", "loaded and ended"]
     assert all(0 < line["p50"] <= line["p99"] for line in found["step"])
     assert "decode" in done.stdout

@@ -115,6 +115,8 @@ class Siege:
     ATTACKERS = 3
     #: Each attacker's session lasts for so many messages.
     SESSION = 3000
+    #: What engines of attackers are called, so that what they put reaches one.
+    ENGINE = "besieged"
 
     def __init__(self, broker: BrokerProcess, bystander: Puppet, seed: int) -> None:
         self.broker = broker
@@ -148,6 +150,10 @@ class Siege:
                 if isinstance(body.get(name), list) and known:
                     number = known[self._random.randrange(len(known))]
                     body[name] = [{"lease": number}] if body.get("t") == "seal" else [number]
+            if body.get("t") == "attach":
+                body.update(engine=self.ENGINE, rank=0, world=1)
+            elif "to" in body:  # one that is attached, now and then
+                body["to"] = self.ENGINE
 
     # --- attack -----------------------------------------------------------------------------------------------------
 
