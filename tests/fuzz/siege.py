@@ -21,6 +21,8 @@ from tests.kit import PATIENCE, BrokerProcess, Puppet, RawClient, dealer, eventu
 from .mutator import Mutator, corpus
 
 MIB = 1 << 20
+#: What engines of attackers are called, so that what they put reaches one.
+ENGINE = "besieged"
 #: Settings of a broker that expects bad guests: what they share is bounded, so that there is room for the others.
 SETTINGS: dict[str, Any] = {
     "host_mib": 128,
@@ -57,6 +59,7 @@ class Attacker:
             return None
         assert client.call(m.Released(self._last)) == m.Done()
         self._last = client.welcome.session
+        client.call(m.Attach(ENGINE, 0, 1))  # one of them gets it
         return client
 
     def _over(self, client: RawClient) -> bool:
@@ -115,8 +118,6 @@ class Siege:
     ATTACKERS = 3
     #: Each attacker's session lasts for so many messages.
     SESSION = 3000
-    #: What engines of attackers are called, so that what they put reaches one.
-    ENGINE = "besieged"
 
     def __init__(self, broker: BrokerProcess, bystander: Puppet, seed: int) -> None:
         self.broker = broker
@@ -151,9 +152,9 @@ class Siege:
                     number = known[self._random.randrange(len(known))]
                     body[name] = [{"lease": number}] if body.get("t") == "seal" else [number]
             if body.get("t") == "attach":
-                body.update(engine=self.ENGINE, rank=0, world=1)
+                body.update(engine=ENGINE, rank=0, world=1)
             elif "to" in body:  # one that is attached, now and then
-                body["to"] = self.ENGINE
+                body["to"] = ENGINE
 
     # --- attack -----------------------------------------------------------------------------------------------------
 
