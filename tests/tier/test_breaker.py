@@ -70,9 +70,9 @@ def test_a_store_that_was_well_for_long_is_tried_soon() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["well", "failed", "trial well", "trial failed"]), st.floats(0, 10)))
+    st.lists(st.tuples(st.sampled_from(["well", "failed", "trial well", "trial failed"]), st.integers(0, 10)))
 )
-def test_it_always_gets_another_chance(steps: list[tuple[str, float]]) -> None:
+def test_it_always_gets_another_chance(steps: list[tuple[str, int]]) -> None:
     breaker, now = Breaker(failures=2, pause=(1.0, 8.0)), 0.0
     for what, seconds in steps:
         now += seconds

@@ -305,6 +305,13 @@ class Fleet:
             self.master.end()
             self.master = None
 
+    def empty(self) -> None:
+        """The store begins anew: it has all its room, and nothing of what other tests have stored."""
+        self.end_master()
+        self.mend()
+        self.serves()
+        self.refresh()
+
     def seeds(self, count: int) -> list[int]:
         """Numbers of features that nobody has asked for yet."""
         return [next(self._seeds) for _ in range(count)]

@@ -31,6 +31,7 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def servers(made: Fleet) -> Iterator[Servers]:
+    made.empty()
     with kit.scratch() as directory:
         scenes = {}
         for name in SERVERS:
