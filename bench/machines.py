@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +15,7 @@ import torch
 import mmbroker
 from mmbroker.proto.keys import Key
 
-from .processes import PATIENCE, Broker
+from .processes import PATIENCE, Broker, end_process
 from .ways import PATCH, patches
 
 
@@ -50,15 +49,7 @@ class Mover:
         self.close()
 
     def close(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        end_process(self._process)
 
 
 def tier_of(broker: Broker) -> dict[str, int]:

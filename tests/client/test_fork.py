@@ -129,10 +129,10 @@ def test_a_child_does_not_keep_its_parents_session(
     broker = start_broker()
     parent = puppet()
     code = f"""
-import mmbroker, os, time, torch
+import mmbroker, os, signal, torch
 client = mmbroker.connect({str(broker.directory)!r}, name="parent")
 lease = client.get_or_create("k", (5,), torch.uint8).lease
-result = os.fork() or (os.setsid(), os.closerange(0, 3), time.sleep(600))
+result = os.fork() or (os.setsid(), os.closerange(0, 3), signal.pause())
 """
     children.append(int(parent(code)))
     assert broker.status()["leases"] == 1
