@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from . import search
 from .grants import (
     EVERY,
     Entry,
@@ -149,18 +150,8 @@ def path(s: State, parent: dict[State, Next]) -> tuple[Step, ...]:
 
 
 def walk(w: World, rng: random.Random) -> list[Next]:
-    """One random run, until nothing but faults is left. Each kind of step is likely in one run, rare in another."""
-    s, run = w.start(), []
-    weights: dict[str, float] = {}
-    while True:
-        following = list(steps(s, w))
-        if all(step.fault for step, _ in following):
-            return run
-        for step, _ in following:
-            if step.what not in weights:
-                weights[step.what] = rng.choice([0.0, 0.05, 0.2] if step.fault else [0.02, 1.0, 1.0])
-        step, s = rng.choices(following, [weights[step.what] for step, _ in following])[0]
-        run.append((step, s))
+    """One random run, until nothing but faults is left."""
+    return search.walk(w.start(), lambda s: steps(s, w), rng)
 
 
 # --- the worlds, and the mutants that they have to catch ------------------------------------------------------------

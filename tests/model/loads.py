@@ -17,10 +17,11 @@ or together with, the grant that it belongs to.
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+
+from . import search
 
 RANKS = 2
 NOWHERE = -1
@@ -339,48 +340,18 @@ def leaks(s: State) -> bool:
     return not cut and any(how != "free" for how in s.slots)
 
 
-class Found(NamedTuple):
-    verdict: str
-    states: int
-    path: tuple[Step, ...]
-
-
-def explore(w: World) -> Found:
+def explore(w: World) -> search.Found[Step]:
     """Breadth first through every state of a world, until a bad one."""
-    start = w.start()
-    came: dict[State, Next | None] = {start: None}
-    queue = deque([start])
-    while queue:
-        s = queue.popleft()
-        following = list(steps(s, w))
-        quiet = all(step.fault for step, _ in following)
-        if bad := "unsafe" if unsafe(s) else "leak" if quiet and leaks(s) else "":
-            back: list[Step] = []
-            at = s
-            while (before := came[at]) is not None:
-                back.append(before[0])
-                at = before[1]
-            return Found(bad, len(came), tuple(reversed(back)))
-        for step, t in following:
-            if t not in came:
-                came[t] = (step, s)
-                queue.append(t)
-    return Found("", len(came), ())
+
+    def verdict(s: State, quiet: bool) -> str:
+        return "unsafe" if unsafe(s) else "leak" if quiet and leaks(s) else ""
+
+    return search.explore(w.start(), lambda s: steps(s, w), verdict)
 
 
 def walk(w: World, rng: random.Random) -> list[Next]:
-    """One random run, until nothing but faults is left. Each kind of step is likely in one run, rare in another."""
-    s, run = w.start(), []
-    weights: dict[str, float] = {}
-    while True:
-        following = list(steps(s, w))
-        if all(step.fault for step, _ in following):
-            return run
-        for step, _ in following:
-            if step.what not in weights:
-                weights[step.what] = rng.choice([0.0, 0.05, 0.2] if step.fault else [0.02, 1.0, 1.0])
-        step, s = rng.choices(following, [weights[step.what] for step, _ in following])[0]
-        run.append((step, s))
+    """One random run, until nothing but faults is left."""
+    return search.walk(w.start(), lambda s: steps(s, w), rng)
 
 
 WORLDS = {

@@ -15,11 +15,11 @@ The grants that follow a hit are `grants.py`, and know nothing of this.
 
 from __future__ import annotations
 
-import random
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from . import search
 
 WAIT = 2  # ticks
 LAST = 2  # who has not asked by then does not ask
@@ -210,47 +210,9 @@ def verdict(s: State, w: World, quiet: bool) -> str:
     return "leak" if quiet and at_it else ""
 
 
-class Found(NamedTuple):
-    verdict: str
-    states: int
-    path: tuple[Step, ...]
-
-
-def explore(w: World) -> Found:
+def explore(w: World) -> search.Found[Step]:
     """Breadth first through every state of a world, until a bad one."""
-    start = w.start()
-    came: dict[State, Next | None] = {start: None}
-    queue = deque([start])
-    while queue:
-        s = queue.popleft()
-        following = list(steps(s, w))
-        if bad := verdict(s, w, all(step.fault for step, _ in following)):
-            back: list[Step] = []
-            at = s
-            while (before := came[at]) is not None:
-                back.append(before[0])
-                at = before[1]
-            return Found(bad, len(came), tuple(reversed(back)))
-        for step, t in following:
-            if t not in came:
-                came[t] = (step, s)
-                queue.append(t)
-    return Found("", len(came), ())
-
-
-def walk(w: World, rng: random.Random) -> list[Next]:
-    """One random run, until nothing but faults is left. Each kind of step is likely in one run, rare in another."""
-    s, run = w.start(), []
-    weights: dict[str, float] = {}
-    while True:
-        following = list(steps(s, w))
-        if all(step.fault for step, _ in following):
-            return run
-        for step, _ in following:
-            if step.what not in weights:
-                weights[step.what] = rng.choice([0.0, 0.05, 0.2] if step.fault else [0.02, 1.0, 1.0])
-        step, s = rng.choices(following, [weights[step.what] for step, _ in following])[0]
-        run.append((step, s))
+    return search.explore(w.start(), lambda s: steps(s, w), lambda s, quiet: verdict(s, w, quiet))
 
 
 DEATHS = frozenset({"client", "mover"})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
 from mmbroker import events as e
 from mmbroker.proto import messages as m
 from mmbroker.proto.keys import Kind
+from tests.model import search
 from tests.model.promises import MOVER, WAIT, WORLDS, Asker, Next, State, World, steps
 
 from .shell import Peer, Shell, form, key
@@ -20,22 +22,14 @@ PICTURE = key("picture", Kind.DERIVED)
 
 def walk(w: World, rng: random.Random) -> list[Next]:
     """One random run in which nothing happens between a deadline and what it does, as in a broker."""
-    s, run = w.start(), []
-    weights: dict[str, float] = {}
-    while True:
+
+    def prompt(s: State) -> Iterator[Next]:
         following = list(steps(s, w))
-        if all(step.fault for step, _ in following):
-            return run
         due = [x for x in following if x[0].what == "is over for the mover"]
         due += [x for x in following if x[0].what == "has no more time"]
-        if due:
-            step, s = due[0]
-        else:
-            for step, _ in following:
-                if step.what not in weights:
-                    weights[step.what] = rng.choice([0.0, 0.05, 0.2] if step.fault else [0.02, 1.0, 1.0])
-            step, s = rng.choices(following, [weights[step.what] for step, _ in following])[0]
-        run.append((step, s))
+        return iter(due[:1] or following)
+
+    return search.walk(w.start(), prompt, rng)
 
 
 class Replay:
