@@ -16,6 +16,7 @@ from mmbroker.proto.errors import BrokerError, InvalidMessage
 from mmbroker.proto.keys import Key
 from mmbroker.proto.messages import (
     Abort,
+    Ack,
     Body,
     Detach,
     Drop,
@@ -230,6 +231,8 @@ class Belongings:
     def _granted(self, grants: list[Grant], dismissed: list[int]) -> None:
         if self.tables:
             self.tables[-1].granted(grants, dismissed)
+        else:  # the last one was closed, which the broker had not read yet
+            self.link.cast(Ack([], [grant.ref.hold for grant in grants], "its table is closed"))
         if dismissed:
             for table in self.tables[:-1]:
                 table.dismissed(dismissed)

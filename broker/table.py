@@ -457,4 +457,4 @@ class FeatureTable:
 
     @property
     def empty(self) -> bool:
-        return not (self._open or self._entries or self._over)
+        return not (self._open or self._entries or self._over or self._put_off)

@@ -12,7 +12,7 @@ import torch
 
 import mmbroker
 from mmbroker.link import Link
-from mmbroker.proto.errors import EngineLagging
+from mmbroker.proto.errors import EngineLagging, FeatureError
 from tests.cuda.rig import MIB
 from tests.cuda.rig import Rig as Driven
 from tests.gpu.bench import Bench
@@ -442,6 +442,30 @@ def test_nothing_happens_while_graphs_are_captured(bench: Bench) -> None:
     end()
     eventually(lambda: table.stats()["entries"] == 1, "the refused one dismissed")
     eventually(lambda: bench.broker.status()["holds"] == 1, "the refused one's end")
+
+
+def test_a_table_that_closes_while_graphs_are_captured(bench: Bench) -> None:
+    """What was granted meanwhile is answered after that, though the table is over."""
+    table = bench.attach()
+    failed: list[BaseException] = []
+
+    def put() -> None:
+        try:
+            bench.client.put(block(1), to="a", timeout=20)
+        except FeatureError as error:
+            failed.append(error)
+
+    with table.quiet():
+        end = in_thread(put)
+        eventually(lambda: bench.broker.status()["holds"] == 1, "a grant")
+        table._link.run(lambda: None, 20)  # it has been received
+        table.close()
+        table._link.run(lambda: None, 20)
+        table._link.run(lambda: None, 20)  # and the chores were done
+    end()
+    assert len(failed) == 1
+    assert "closed" in str(failed[0])
+    eventually(lambda: not bench.broker.status()["holds"], "nothing left")
 
 
 def test_close_with_tensors_alive(bench: Bench) -> None:

@@ -1,0 +1,46 @@
+"""A table that is closed while features are on their way to it: each is answered, and none is left over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mmbroker
+from mmbroker.proto.errors import FeatureError
+from mmbroker.proto.messages import Body, Detach, Reply
+from tests.kit import BrokerProcess, eventually
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_granted_before_the_broker_knows(
+    broker: BrokerProcess, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table is over for us, and still attached for the broker: it is told at once that the feature has no entry."""
+    with mmbroker.connect(broker.directory) as client, mmbroker.connect(broker.directory) as engine:
+        table = engine.attach(engine="a", access="readonly")
+        held = [client.put(torch.full((9,), n), to="a") for n in range(others)]
+        uses = [table.take(one.ref) for one in held]  # such a table is not forgotten yet
+        call = engine._link.call
+        seen: list[Body] = []
+
+        def late(body: Body, *args: Any) -> Reply:
+            if isinstance(body, Detach):
+                for _ in range(2):  # the receiver thread has done its chores
+                    engine._link.run(lambda: None, 20)
+                with pytest.raises(FeatureError, match="closed"):
+                    client.put(torch.zeros(7), to="a", timeout=20)
+                seen.append(body)
+            return call(body, *args)
+
+        monkeypatch.setattr(engine._link, "call", late)
+        table.close()
+        assert len(seen) == 1
+        eventually(lambda: broker.status()["holds"] == others, "nothing of the refused one")
+        again = engine.attach(engine="a", access="readonly")
+        with client.put(torch.zeros(7), to="a") as ours, again.take(ours.ref) as use:
+            assert use.tensor.tolist() == [0.0] * 7
+        for one in (*uses, *held):
+            one.__exit__(None, None, None)
+        eventually(lambda: not broker.status()["holds"], "nothing left")
