@@ -104,7 +104,7 @@ class Holds:
         """The producer's word that holds are over."""
         for number in numbers:
             hold = session.holds.get(number)
-            if hold is None:
+            if hold is None or hold.ticket is not None:  # or it has not been told of it yet
                 self.books.counters["unknown_holds"] += 1
             else:
                 self.end(hold, now)

@@ -163,3 +163,26 @@ def test_a_rank_that_waits_for_anothers_load_says_for_whose() -> None:
     stuck = one.report()["health"]["stuck"]
     assert f"rank 1 (pid {waiter.pid}) of engine 'e' has waited 3.0 s for " in stuck[0]
     assert f"(pid {loader.pid}) to load feature 2 (1 in all)" in stuck[0]
+
+
+def test_a_hold_is_dropped_by_nobody_before_its_reference_is_there() -> None:
+    """A number that a producer guessed: its call is answered as any other, though its grant is held back."""
+    one = shell()
+    producer, others = one.client(), one.client()
+    loader = attached(one, "a")
+    rank = attached(one, "b", prompt=False)
+    (ref,) = others.put(item(1), to="a")
+    first, second = (producer.call(m.Lookup([item(1).key], "b"), timeout) for timeout in (1.0, 3.0))
+    producer.drop(ref.hold + 1, ref.hold + 2)
+    one.advance(2.0)
+    late = producer.answers[first]
+    assert isinstance(late, m.Failed)
+    assert late.error == "EngineLagging"
+    loader.cast(m.Loaded([ref.hold]))
+    rank.ack()
+    assert isinstance(producer.answers[second], m.Found)
+    assert one.counters()["unknown_holds"] == 2
+    producer.drop(ref.hold + 2)
+    rank.settle()
+    others.drop(ref)
+    assert one.report()["holds"] == 0
