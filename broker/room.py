@@ -18,7 +18,10 @@ class Room:
     def allocate(
         self, namespace: str, sizes: list[int], hits: list[Feature], now: float
     ) -> list[Slot] | None:
-        """Slots for all sizes (bytes), or none. Evicts what is idle, except `hits`; asks for a segment if need be."""
+        """Slots for all sizes (bytes), or none. Evicts what is idle, except `hits`; asks for a segment if need be.
+
+        With the slots, `hits` are idle no more: they have to be claimed.
+        """
         books = self.books
         sizes = [round_up(nbytes) for nbytes in sizes]
         need = sum(sizes)
@@ -27,9 +30,11 @@ class Room:
         for feature in resting:
             books.wake(feature)
         slots = self._all(namespace, sizes, now) if need <= self.pool.limit - self.pool.held else None
-        for feature in resting:
-            books.rest(feature, now)
-        books.stirred = stirred
+        if slots is None:
+            for feature in resting:
+                books.rest(feature, now)
+        # If its segment was retired meanwhile, it is a hit no more, and there is more room than was looked at.
+        books.stirred = stirred or any(feature.number not in books.numbered for feature in resting)
         if slots and need:
             self._grow_ahead(namespace)
         return slots

@@ -370,3 +370,33 @@ def test_an_untraceable_writers_segment_loses_all_its_idle_features_first() -> N
     assert peer.retired == [lease.segment]
     assert shell.report()["features"] == 0
     assert shell.report()["pool"]["capacity"] == 0
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_hit_whose_segment_is_retired_while_room_is_made(elsewhere: bool) -> None:
+    """It is held if there is room for the rest of the batch, and else made again, with all the room there is."""
+    shell = Shell(pages=16 if elsewhere else 8)
+    peer, ghost = shell.client(), shell.client(traceable=False)
+    ghost.attach("engine")
+    ghost.prompt = True
+    refs = [*peer.put(item("tainted", 3)), *peer.put(item("hit", 3))]
+    if elsewhere:
+        refs += peer.put(item("old", 7))
+    seq = peer.call(m.Lookup([item("tainted").key], "engine"))
+    answer = peer.answers[seq]
+    assert isinstance(answer, m.Found)
+    ghost.end(alive=True)
+    peer.drop(*filter(None, answer.refs), *refs)  # the tainted one is evicted first
+    created = peer.ask(m.Create([item("hit", 3), item("new", 5)]))
+    assert isinstance(created, m.Created), created
+    hit, new = created.results
+    assert isinstance(new, m.Leased)
+    if elsewhere:
+        assert isinstance(hit, m.Hit)
+        peer.drop(hit.ref)
+    else:
+        assert isinstance(hit, m.Leased)
+        peer.abort(hit)
+    peer.abort(new)
+    assert shell.report()["pool"]["held"] == 0
+    peer.put(item("all of it", 8), item("more", 8) if elsewhere else item("nothing", 0))
