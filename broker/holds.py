@@ -180,6 +180,12 @@ class Holds:
                 self.end(hold, now)  # its requests ended with the engine: there is nothing to be graceful to
             self._close_if_settled(hold, now)
 
+    def leave(self, session: Session, now: float) -> None:
+        """A rank takes no more: it answers what it was granted, and what was held back it never hears of."""
+        for hold in list(session.grants.values()):
+            if hold.ticket is not None and hold.ranks.get(session.number) is Rank.DEFERRED:
+                self._lost(hold.ticket, session, now)
+
     def detach(self, session: Session, now: float) -> None:
         """Nobody waits for this rank's word any more, but its process may still read what it was granted."""
         waiting = [hold for hold in session.grants.values() if hold.ranks[session.number] in AWAITED]

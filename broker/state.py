@@ -320,6 +320,7 @@ class Broker:
 
     def _detach(self, session: Session, seq: int, call: m.Detach, now: float, deadline: float) -> None:
         self._leave_engine(session)
+        self.holds.leave(session, now)
         self.books.respond(session, seq, m.Done())
 
     def _leave_engine(self, session: Session) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from mmbroker.proto import messages as m
 from mmbroker.proto.reference import Reference
 
@@ -185,4 +187,24 @@ def test_a_hold_is_dropped_by_nobody_before_its_reference_is_there() -> None:
     producer.drop(ref.hold + 2)
     rank.settle()
     others.drop(ref)
+    assert one.report()["holds"] == 0
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_rank_that_detaches_hears_of_nothing_that_was_held_back(again: bool) -> None:
+    """Whoever waits is told at once: the other rank's load is of no use to this one any more."""
+    one = shell()
+    producer = one.client()
+    loader, rank = attached(one, "a"), attached(one, "b", prompt=False)
+    (ref,) = producer.put(item(1), to="a")
+    seq = producer.call(m.Lookup([item(1).key], "b"))
+    assert rank.ask(m.Detach()) == m.Done()
+    answer = producer.answers[seq]
+    assert isinstance(answer, m.Failed)
+    assert answer.error == "NoSuchEngine"
+    if again:
+        rank.attach("c")
+    loader.cast(m.Loaded([ref.hold]))
+    assert not rank.granted
+    producer.drop(ref)
     assert one.report()["holds"] == 0
