@@ -295,14 +295,22 @@ class Admission:
     def _landed(self, place: Place, now: float) -> None:
         """A key was sealed, or its writers have given up: whoever waited for it is looked at again."""
         for request in list(self.flying.get(place, {}).values()):
-            self._leave_flights(request)
-            self._enqueue(request)
-            request.reason = Wait.BUDGET  # looked at by the next pump in any case
-            self.books.stirred = True
+            self._look_again(request)
+
+    def lacks(self, engine: Engine) -> None:
+        """A rank has left an engine: what was for it waits for no writer any more, only to be refused then."""
+        flying = {r.number: r for requests in self.flying.values() for r in requests.values()}
+        for request in flying.values():
+            if request.engine is engine:
+                self._look_again(request)
 
     def _impatient(self, request: Request, now: float) -> None:
         """The writer takes too long: this request gets a lease of its own, and the first seal wins."""
         request.patient = False
+        self._look_again(request)
+
+    def _look_again(self, request: Request) -> None:
+        """Have the next pump look at a request that waited for writers."""
         self._leave_flights(request)
         self._enqueue(request)
         request.reason = Wait.BUDGET

@@ -332,6 +332,7 @@ class Broker:
             del engine.ranks[session.rank]
             if not engine.ranks:
                 del self.books.engines[engine.namespace, engine.name]
+            self.admission.lacks(engine)
             self.books.stirred = True
 
     def _released(self, session: Session, seq: int, call: m.Released, now: float, deadline: float) -> None:

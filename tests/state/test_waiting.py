@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mmbroker import events as e
 from mmbroker.proto import messages as m
+from mmbroker.proto.keys import Kind
 
 from .shell import PAGE, Shell, form, item, key
 from .world import cache, exists, failed, hit, kinds, results
@@ -276,6 +279,27 @@ def test_who_waits_for_an_engine_is_told_when_it_goes() -> None:
     seq = peer.create(item("x"), to="engine")
     rank.end()
     failed(peer, seq, "NoSuchEngine")
+
+
+@pytest.mark.parametrize("end", ["detach", "end"])
+def test_who_waits_for_a_writer_is_told_when_the_engine_goes(end: str) -> None:
+    shell = Shell()
+    writer, peer = shell.client(), shell.client()
+    (rank,) = shell.engine("engine")
+    shell.engine("other")
+    derived = item("x", kind=Kind.DERIVED)
+    writer.ask(m.Promise([derived.key]))
+    for_engine = [
+        peer.create(derived, to="engine", timeout=60.0),
+        peer.call(m.Promise([derived.key], "engine")),
+    ]
+    for_other = peer.create(derived, to="other", timeout=60.0)
+    rank.ask(m.Detach()) if end == "detach" else rank.end(alive=True)
+    for seq in for_engine:
+        failed(peer, seq, "NoSuchEngine")
+    assert for_other not in peer.answers
+    writer.end()
+    assert kinds(peer, for_other) == ["Leased"]
 
 
 def test_time_that_stands_still_changes_nothing() -> None:
