@@ -29,6 +29,7 @@ class Ledger(Claims):
     def __init__(self, limits: e.Limits) -> None:
         super().__init__(limits)
         self.segments: dict[int, int] = {}  # living ones: number -> bytes
+        self.tiers: dict[int, str] = {}  # of all there ever were
         self.ready: set[int] = set()
         self.namespaces: dict[int, str] = {}  # segment -> namespace
         self.served: list[
@@ -82,11 +83,14 @@ class Ledger(Claims):
                 assert not self.clients[session].ended
                 assert (segment, writable) not in self.clients[session].segments, "sent twice"
                 self.clients[session].segments.add((segment, writable))
-            case e.Grow(segment, _, nbytes):
+            case e.Grow(segment, tier, nbytes):
                 assert segment not in self.segments and segment > max(self.namespaces, default=0)
                 self.segments[segment] = nbytes
                 self.namespaces[segment] = ""
-                assert sum(self.segments.values()) <= self.limits.host_bytes, "the arena exceeds its limit"
+                self.tiers[segment] = tier
+                arena = sum(size for n, size in self.segments.items() if self.tiers[n] == tier)
+                limit = self.limits.host_bytes if tier == "host" else self.limits.device_bytes
+                assert arena <= limit, "the arena exceeds its limit"
             case e.Discard(segment):
                 del self.segments[segment]
                 for claim in self.claims.values():

@@ -135,8 +135,10 @@ class Life(RuleBasedStateMachine):
         getattr(self, move)(data.draw)
         self.collect()
 
-    def join(self, namespace: str, engine: str, rank: int, world: int, prompt: bool) -> None:
-        peer = self.shell.client(f"{engine}-rank", namespace)
+    def join(
+        self, namespace: str, engine: str, rank: int, world: int, prompt: bool, traceable: bool = True
+    ) -> None:
+        peer = self.shell.client(f"{engine}-rank", namespace, traceable=traceable)
         peer.prompt = prompt
         self.ranks.append(peer)
         peer.ask(m.Attach(engine, rank, world))
@@ -164,7 +166,8 @@ class Life(RuleBasedStateMachine):
                 ("a", "engine-b", 2, 3),
                 ("b", "engine-a", 0, 1),
             ]
-            self.join(*draw(st.sampled_from(lacking * 3 + fresh)), prompt=draw(st.booleans()))
+            traceable = draw(st.sampled_from([True, True, True, False]))
+            self.join(*draw(st.sampled_from(lacking * 3 + fresh)), draw(st.booleans()), traceable)
 
     # --- producers ---
 
@@ -352,8 +355,14 @@ class Life(RuleBasedStateMachine):
             rank.settle(None if draw(st.booleans()) else [next(iter(rank.dismissed))])
 
     def detach(self, draw: Draw) -> None:
+        """For good, or to come back as another rank."""
         if self.ranks:
-            draw(st.sampled_from(self.ranks)).ask(m.Detach())
+            rank = draw(st.sampled_from(self.ranks))
+            rank.ask(m.Detach())
+            if draw(st.booleans()):
+                rank.ask(
+                    m.Attach(draw(st.sampled_from(["engine-a", "engine-b"])), draw(st.integers(0, 1)), 2)
+                )
 
     # --- nonsense, repeats, the operator ---
 
