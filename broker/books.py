@@ -362,6 +362,13 @@ class Books:
             self.segment_of(slot).sessions.add(session.number)
             self.out.segment(session, slot.segment, writable or slot.tier == "device")
 
+    def untold(self, session: Session) -> None:
+        """A session has ended: nobody tells it when a segment goes."""
+        for pool in self.pools.values():
+            for number, _ in session.segments:
+                if number in pool.segments:
+                    pool.segments[number].sessions.discard(session.number)
+
     # --- claims -----------------------------------------------------------------------------------------------------
 
     def claim(self, session: Session, namespace: str, slot: Slot) -> None:

@@ -395,6 +395,7 @@ class Broker:
         self.leases.break_all(session, now)
         self._leave_engine(session)
         self.tallies.end(session)
+        self.books.untold(session)
         session.answers.clear()
         self.holds.detach(session, now)
         if not alive or session.released or not (session.grants or session.pins or session.quarantine):

@@ -62,6 +62,12 @@ def slots(broker: Broker) -> None:
     for segment in (segment for pool in books.pools.values() for segment in pool.segments.values()):
         allocator = segment.allocator
         allocator.check()
+        told = {
+            s.number
+            for s in books.sessions.values()
+            if not s.ended and segment.number in {n for n, _ in s.segments}
+        }
+        assert segment.sessions == told, "who is told when it goes"
         lost = {o: n for o, n in allocator._slots.items() if o not in owned[segment.number]}
         assert len(lost) == segment.abandoned, (
             f"{len(lost)} slots without owner, {segment.abandoned} abandoned"
