@@ -9,10 +9,7 @@ are. A full run takes about two minutes on two cores.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +22,9 @@ if not __package__:  # run as a script: the package is this directory
 
 from rich.console import Console
 
-from bench import costs, fleet, machine, store, tables
+from bench import costs, fleet, frame, machine, store, tables
 from bench.fleet import Fleet
+from bench.frame import Say
 from bench.processes import Workshop
 from mmbroker.screen import table
 
@@ -71,8 +69,6 @@ POINTS, NAMESPACES = 256, 1000
 #: A machine's network, in each direction; threads of a master that answer, as it is started; connections that a mover
 #: makes to each one that lends memory.
 NETWORK_GBIT_S, MASTER_THREADS, CONNECTIONS = 100, 16, 2
-
-Say = Callable[[str], None]
 
 
 def served() -> dict[str, Any]:
@@ -220,15 +216,8 @@ SECTIONS: dict[str, Callable[[Plan, Say], dict[str, Any]]] = {
 
 def run(sections: list[str], plan: Plan) -> dict[str, Any]:
     started = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - started:5.0f} s] {text}", file=sys.stderr, flush=True)
-
-    found: dict[str, Any] = {
-        "date": machine.date(),
-        "machine": machine.describe(),
-        "versions": {**machine.versions(), "mooncake": machine.version(store.PACKAGE)},
-    }
+    say = frame.saying(started)
+    found = frame.origin(mooncake=machine.version(store.PACKAGE))
     for section in sections:
         found[section] = SECTIONS[section](plan, say)
     found["seconds"] = round(time.monotonic() - started, 1)
@@ -240,10 +229,7 @@ def run(sections: list[str], plan: Plan) -> dict[str, Any]:
 
 def show(found: dict[str, Any]) -> None:
     console = Console(width=120, highlight=False, emoji=False)
-    where = found["machine"]
-    console.print(
-        f"{found['date']}  {where['cpu']}, {where['cores']} cores, load before {where['load_before']}"
-    )
+    console.print(frame.heading(found))
     if "costs" in found:
         _show_costs(console, found["costs"])
     if "simulation" in found:
@@ -318,20 +304,13 @@ def _show_simulation(console: Console, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file, too")
-    parser.add_argument("--only", choices=SECTIONS, action="append", help="this alone; may be repeated")
-    parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it works")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and clean up on the way
-    sections = [name for name in SECTIONS if name in (options.only or SECTIONS)]
-    found = run(sections, QUICK if options.quick else Plan())
+    asked = frame.asked(__doc__, SECTIONS)
+    found = run(asked.sections, QUICK if asked.quick else Plan())
     show(found)
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        if "costs" not in sections and options.json.exists():  # what was measured stays, and where
-            found = found | json.loads(options.json.read_text()) | {"simulation": found["simulation"]}
-        options.json.write_text(json.dumps(found, indent=1) + os.linesep)
+    if asked.file is not None:
+        if "costs" not in asked.sections and asked.file.exists():  # what was measured stays, and where
+            found = found | json.loads(asked.file.read_text()) | {"simulation": found["simulation"]}
+        frame.write(asked.file, found)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,6 @@ A full run takes about two minutes on two cores, which should have nothing else 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import signal
 import statistics
 import sys
 import time
@@ -28,7 +24,8 @@ if not __package__:  # run as a script: the package is this directory
 from rich.console import Console
 from rich.table import Table
 
-from bench import machine, stats, store, tables, transfer
+from bench import frame, machine, stats, store, tables, transfer
+from bench.frame import Say
 from bench.machines import Mover, Processor, Worker, size, tier_of, wait_until
 from bench.operators import cpu_s
 from bench.processes import Remote, Workshop
@@ -58,8 +55,6 @@ COST = 100_000
 UNBOUNDED = 10_000
 #: Blocks that the misses are divided into, so that brokers take turns.
 BLOCKS = 10
-
-Say = Callable[[str], None]
 
 
 def transfers(shop: Workshop, plan: Plan, say: Say) -> list[dict[str, Any]]:
@@ -234,15 +229,8 @@ def goals(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def run(sections: list[str], plan: Plan) -> dict[str, Any]:
     started = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - started:5.0f} s] {text}", file=sys.stderr, flush=True)
-
-    found: dict[str, Any] = {
-        "date": machine.date(),
-        "machine": machine.describe(),
-        "versions": {**machine.versions(), "mooncake": machine.version(store.PACKAGE)},
-    }
+    say = frame.saying(started)
+    found = frame.origin(mooncake=machine.version(store.PACKAGE))
     with Workshop() as shop:
         for section in sections:
             found[section] = SECTIONS[section](shop, plan, say)
@@ -256,10 +244,7 @@ def run(sections: list[str], plan: Plan) -> dict[str, Any]:
 
 def show(found: dict[str, Any]) -> None:
     console = Console(width=100, highlight=False, emoji=False)
-    where = found["machine"]
-    console.print(
-        f"{found['date']}  {where['cpu']}, {where['cores']} cores, load before {where['load_before']}"
-    )
+    console.print(frame.heading(found))
     for section, make in TABLES.items():
         if section in found:
             console.print(make(found[section]))
@@ -321,18 +306,11 @@ TABLES: dict[str, Callable[[Any], Table]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file, too")
-    parser.add_argument("--only", choices=SECTIONS, action="append", help="this alone; may be repeated")
-    parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it works")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and clean up on the way
-    sections = [name for name in SECTIONS if name in (options.only or SECTIONS)]
-    found = run(sections, QUICK if options.quick else Plan())
+    asked = frame.asked(__doc__, SECTIONS)
+    found = run(asked.sections, QUICK if asked.quick else Plan())
     show(found)
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=1) + os.linesep)
+    if asked.file is not None:
+        frame.write(asked.file, found)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from typing import Final
 
@@ -46,6 +46,7 @@ def examine(name: str | None = None) -> list[Check]:
         _tried("instance directory", lambda: directory(name or device.lower() or "cpu")),
         *brokers(name),
         _tried("SGLang plugin", plugin),
+        _tried("Mooncake", mooncake),
     ]
 
 
@@ -207,3 +208,18 @@ def plugin() -> Check:
         advice = f"the plugin stands aside; use SGLang {tested}"
         return Check(name, BROKEN, f"SGLang {installed} is none of those that were tested", advice)
     return Check(name, FINE, f"seen by SGLang {installed}, which was tested")
+
+
+def mooncake() -> Check:
+    """Whether `mmbroker tier` finds the library of its store here, and can load it."""
+    from .tier.store import LIBRARIES, PACKAGE, StoreError, load
+
+    name = "Mooncake"
+    if util.find_spec("mooncake") is None:
+        advice = f"where `mmbroker tier` is to run: pip install '{PACKAGE}' (or 'mmbroker[tier]')"
+        return Check(name, NOTE, "not installed here: nothing is shared with other machines", advice)
+    try:
+        load()
+    except StoreError as error:
+        return Check(name, BROKEN, str(error), f"apt-get install {LIBRARIES}; reinstall '{PACKAGE}'")
+    return Check(name, FINE, "its library loads: `mmbroker tier` can run here")

@@ -11,6 +11,7 @@ broker moves no bytes, and speaks to no store; the mover's death is the end of a
     doorman     keeps the store's own listeners to one address
     registry    the segments and scratch memory that the store may touch
     desk        the mover's side of the broker: what it was promised, told and granted
+    way         what both ways need
     fetch, keep the way of a feature from the store, and to it
     mover       all of it together
 """

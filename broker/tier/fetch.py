@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from mmbroker import hashing
@@ -13,40 +14,23 @@ from mmbroker.proto.errors import BrokerError, DeadlineExceeded, LeaseClosed, Po
 from mmbroker.proto.messages import Wanted
 
 from . import objects
-from .desk import Desk, Slot
+from .desk import Slot
 from .objects import HEADER, Altered, Header
-from .registry import Scratch
-from .store import Store, StoreError
+from .store import StoreError
+from .way import Way
 
 #: What says that there is no room for it here.
 _NO_ROOM: Final = (PoolFull, QuotaExceeded, DeadlineExceeded)
 
 
-class Fetcher:
-    """Fetches what is sought; any thread may. `judge` hears how the store did: None when it has moved bytes in
-    time, else what was wrong. That there is nothing says little: its master says so by itself.
-    `wall`: seconds since the epoch, as on all machines. `patience`: seconds that the store has to say what it has.
-    `gone` hears of keys that the store has no more, or never had."""
+@dataclass
+class Fetcher(Way):
+    """Fetches what is sought; any thread may. That there is nothing says little of the store: its master says so by
+    itself. `patience`: seconds that the store has to say what it has. `gone` hears of keys that the store has no more,
+    or never had."""
 
-    def __init__(
-        self,
-        desk: Desk,
-        store: Store,
-        scratch: Scratch,
-        namespace: str,
-        judge: Callable[[str | None], None],
-        wall: Callable[[], float],
-        patience: float,
-        gone: Callable[[Sequence[Wanted]], None],
-    ) -> None:
-        self._desk = desk
-        self._store = store
-        self._scratch = scratch
-        self._namespace = namespace
-        self._judge = judge
-        self._wall = wall
-        self._patience = patience
-        self._gone = gone
+    _patience: float
+    _gone: Callable[[Sequence[Wanted]], None]
 
     def sift(self, connection: Connection, wanted: list[Wanted]) -> list[Wanted]:
         """Those that the store has; the promises of the others are given back. Never raises what the store may."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from mmbroker import hashing
 from mmbroker.proto.digest import tree_hash
@@ -10,33 +10,18 @@ from mmbroker.proto.errors import BrokerError
 from mmbroker.proto.messages import Worth
 
 from . import objects
-from .desk import Desk, Granted
+from .desk import Granted
 from .objects import HEADER, Header, TooLarge
-from .registry import Place, Scratch
-from .store import Store, StoreError, StoreFull
+from .registry import Place
+from .store import StoreError, StoreFull
+from .way import Way
 
 
-class Keeper:
-    """Stores what is worth it; one thread at a time. `judge` and `wall` as for a `Fetcher`. `ttl`: for how many seconds
-    what is stored may be served."""
+@dataclass
+class Keeper(Way):
+    """Stores what is worth it; one thread at a time. `ttl`: for how many seconds what is stored may be served."""
 
-    def __init__(
-        self,
-        desk: Desk,
-        store: Store,
-        scratch: Scratch,
-        namespace: str,
-        judge: Callable[[str | None], None],
-        wall: Callable[[], float],
-        ttl: float | None,
-    ) -> None:
-        self._desk = desk
-        self._store = store
-        self._scratch = scratch
-        self._namespace = namespace
-        self._judge = judge
-        self._wall = wall
-        self._ttl = ttl
+    _ttl: float | None
 
     def keep(self, worth: Worth) -> bool:
         """True if the store has it now. Never raises what the store or the broker may."""

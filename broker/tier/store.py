@@ -112,7 +112,7 @@ _SETTINGS: Final = {
 }
 
 
-def _load() -> Any:
+def load() -> Any:
     """The library. Raises `StoreError` with what is to be installed."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -149,7 +149,7 @@ class MooncakeStore:
             raise StoreError(
                 "no RDMA device is on this machine (none in /sys/class/infiniband): say --protocol tcp"
             )
-        library = _load()
+        library = load()
         self._master = master
         try:
             self._store = library.MooncakeDistributedStore()

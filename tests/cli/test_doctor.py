@@ -18,6 +18,7 @@ from mmbroker.check import BROKEN, FINE, NOTE, Check
 from mmbroker.cuda.fake_faults import VARIABLE as FAULTS
 from mmbroker.cuda.fake_memory import VARIABLE as FAKE
 from mmbroker.cuda.fake_memory import Machine, Make
+from mmbroker.tier import store
 from tests.cli.test_cli import mmbroker
 from tests.conftest import StartBroker
 from tests.kit import PATIENCE
@@ -27,7 +28,7 @@ ONE = "GPU-fa4e0000-0000-4000-8000-000000000000"
 TWO = "GPU-fa4e1111-0000-4000-8000-000000000001"
 GPU = ("driver", "GPUs", "GPU memory", "VMM export", "import", "pinning")
 HOST = ("host memory", "namespaces", "pidfd", "memfd", "MADV_POPULATE", "descriptors")
-REST = ("instance directory", "broker", "SGLang plugin")
+REST = ("instance directory", "broker", "SGLang plugin", "Mooncake")
 
 
 @pytest.fixture
@@ -223,6 +224,25 @@ def test_the_plugin(monkeypatch: pytest.MonkeyPatch, version: str | None, seen: 
     assert check.state == state
     assert (version or "not installed") in check.found
     assert version != "9.9.9" or "0.5.23" in check.advice
+
+
+@pytest.mark.parametrize(
+    ("installed", "loads", "state", "advice"),
+    [(False, False, NOTE, "pip install"), (True, False, BROKEN, "apt-get install"), (True, True, FINE, "")],
+)
+def test_what_the_tier_needs(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, loads: bool, state: str, advice: str
+) -> None:
+    def load() -> None:
+        if not loads:
+            raise store.StoreError("a library is missing")
+
+    monkeypatch.setattr(doctor.util, "find_spec", lambda _: object() if installed else None)
+    monkeypatch.setattr(store, "load", load)
+    check = doctor.mooncake()
+    assert check.state == state
+    assert advice in check.advice and bool(check.advice) is bool(advice)
+    assert state != BROKEN or "a library is missing" in check.found
 
 
 def test_a_check_that_fails_by_itself_is_broken() -> None:

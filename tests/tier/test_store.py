@@ -85,7 +85,7 @@ def test_settings_come_from_the_environment() -> None:
 def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library gives the code of a bad parameter, which is not the master's fault."""
     client = SimpleNamespace(setup=lambda *_: -600)
-    monkeypatch.setattr(store, "_load", lambda: SimpleNamespace(MooncakeDistributedStore=lambda: client))
+    monkeypatch.setattr(store, "load", lambda: SimpleNamespace(MooncakeDistributedStore=lambda: client))
     monkeypatch.setattr(doorman, "guard", lambda _: None)
     with pytest.raises(
         store.StoreError, match=r"cannot lend 4,096 MiB to the store: give a smaller --store-mib"

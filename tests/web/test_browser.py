@@ -63,6 +63,17 @@ def test_it_loads_and_keeps_up(paged: BrokerProcess, browser: Browser) -> None:
     assert browser.value("document.querySelectorAll('#charts polyline').length") >= 3
 
 
+def test_it_shows_who_shares_with_other_machines(paged: BrokerProcess, browser: Browser) -> None:
+    shows(browser, "movers", "Nothing is shared with other machines")
+    with RawClient(paged.directory, name="mover-<b>7</b>") as mover:
+        mover.call(m.Tier(True, 0.02, 64, 1))
+        shows(browser, "movers", "mover-<b>7</b>")
+        shows(browser, "movers", "open0 of 64")
+        mover.call(m.Tier(False, 0.02, 64, 1))
+        shows(browser, "movers", "closed")
+    shows(browser, "movers", "Nothing is shared with other machines")
+
+
 def test_the_map_tells_the_cache_from_what_is_held(paged: BrokerProcess, browser: Browser) -> None:
     """3 of 4 MiB are held, and then they are cache: 48 of 64 cells, of one colour and then of the other."""
     all_of = "[...document.querySelectorAll('#segments rect.fill-{}')]"
