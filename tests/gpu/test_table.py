@@ -436,7 +436,7 @@ def test_nothing_happens_while_graphs_are_captured(bench: Bench) -> None:
         end = in_thread(lambda: bench.reads(table, bench.client.put(feature, to="a"), feature))
         eventually(lambda: bench.broker.status()["holds"] == 1, "a grant")
         with pytest.raises(EngineLagging):
-            bench.client.put(block(1, seed=9), to="a", timeout=0.1)
+            bench.client.put(block(1, seed=9), to="a", timeout=1)  # it is sealed by then
         assert table.stats()["entries"] == 0
         assert table.stats()["loads"] == 0
     end()

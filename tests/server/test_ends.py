@@ -151,7 +151,8 @@ def test_a_stopped_rank_is_named(broker: BrokerProcess, puppet: StartPuppet) -> 
             RawClient(broker.directory) as bystander,
         ):
             leased = lease_one(producer, MIB)
-            call = producer.post(m.Seal([m.Sealing(leased.lease)], to="engine-a"), timeout=0.5)
+            # Long enough for the status below to see the grant before it is over.
+            call = producer.post(m.Seal([m.Sealing(leased.lease)], to="engine-a"), timeout=4)
             for client in ranks:
                 (grant,) = client.notice(m.Granted).grants
                 client.cast(m.Ack([grant.ref.hold]))

@@ -399,7 +399,7 @@ def test_a_slow_store_is_left_alone(broker: BrokerProcess, store: FakeStore) -> 
 
 
 def test_what_is_stuck_counts(broker: BrokerProcess, store: FakeStore) -> None:
-    with machine(broker, store, wait=0.05, most=2, pause=(60.0, 60.0)) as here:
+    with machine(broker, store, wait=1.0, most=2, pause=(60.0, 60.0)) as here:
         with store.stuck("read") as entered:
             for number in range(2):
                 assert here.ask(f"x{number}") is None
