@@ -62,6 +62,8 @@ GOALS: Final = (
     Load("one-x4", 1, (1024, 768), 256, repeats=4),
     Load("eight-x4", 8, (640, 480), 128, repeats=4),
 )
+#: Nine pictures of ten have come before.
+KNOWN: Final = Load("eight-x10", 8, (640, 480), 128, repeats=10)
 #: Six that span the matrix.
 SPAN: Final = (
     "720p-1-short-c4",
@@ -76,7 +78,7 @@ TEXT: Final = Load("texts", 2, (448, 336), 12, concurrency=1, tokens=16, keep_te
 #: To see that everything works: small enough for a tiny model on a CPU.
 SMOKE: Final = Load("smoke", 2, (112, 84), 12, concurrency=4, tokens=8, keep_texts=True)
 
-_ALL: Final = {load.name: load for load in (TEXT, *GOALS, *MATRIX, SMOKE)}
+_ALL: Final = {load.name: load for load in (TEXT, *GOALS, KNOWN, *MATRIX, SMOKE)}
 DEFAULT: Final = (TEXT.name, *(load.name for load in GOALS), *SPAN)
 
 

@@ -208,6 +208,12 @@ def result(**seconds: float) -> dict[str, Any]:
     return found | {"goals": goals.judge(found), "texts": goals.texts(found)}
 
 
+def test_nine_of_ten_pictures_have_come_before() -> None:
+    (load,) = loads.named(["eight-x10"])
+    sent = [picture for number in range(load.requests) for picture in bodies.which(load, number)]
+    assert 1 - len(set(sent)) / len(sent) == pytest.approx(0.9, abs=0.005)
+
+
 def test_figures_have_a_value_within_their_bounds() -> None:
     made = figures.summary(sent(1.0))
     assert (made["answered"], made["failed"]) == (40, 0)
