@@ -41,11 +41,11 @@ def output(identifier: str, rows: int = 64) -> torch.Tensor:
 class Worker:
     """The worker's half of a rank on the bench's GPU, its encoder cache, and what would be its scheduler's half."""
 
-    def __init__(self, bench: Bench, budget: int = 64 * MIB) -> None:
+    def __init__(self, bench: Bench, budget: int = 64 * MIB, there: str = "") -> None:
         self.bench = bench
         self.saves = Saves(key, budget, Fetching("cuda:0"))
         self.half = WorkerHalf(
-            str(bench.broker.directory), ENGINE, 0, 1, "cuda:0", self.saves, bench.driven.device
+            str(bench.broker.directory), ENGINE, 0, 1, "cuda:0", self.saves, there or bench.driven.device
         )
         self.cache: dict[str, Any] = {}
         eventually(lambda: self.half._joining.there, "a broker")
@@ -211,14 +211,14 @@ def test_a_loaded_tensor_is_private(worker: Worker) -> None:
     worker.saved(1)
     worker.cache.clear()
     first = worker.load("a")
-    first.add_(1)
+    first.zero_()
     del worker.cache["a"]
     assert same(worker.load("a").cpu(), output("a"))
     worker.bench.settled(worker.table)
     with RawClient(worker.bench.broker.directory, name="evict") as client:
         client.call(m.Evict(1024))
     assert worker.bench.client.lookup(key("a")) is None
-    assert same(first.cpu(), output("a") + 1)
+    assert not first.any()
     assert same(worker.cache["a"].cpu(), output("a"))
 
 
@@ -252,7 +252,7 @@ def test_where_the_device_cannot_be_reached_it_comes_from_the_host(
     assert worker.table.path == path
     assert call in faked.rank(ENGINE)["why"]
     loaded = worker.load("a")
-    loaded.add_(1)
+    loaded.zero_()
     del worker.cache["a"]
     assert same(worker.load("a"), output("a"))
     assert worker.half.counts == {"worker_loads": 2, "worker_load_errors": 0}
@@ -263,6 +263,17 @@ def test_where_the_device_cannot_be_reached_it_comes_from_the_host(
         worker.encode("b")
     worker.saved(1)
     assert worker.saves.pending == 0
+
+
+def test_what_comes_from_the_host_is_brought_to_where_vllm_has_its_tensors(
+    faked: Bench, make_worker: Callable[..., Worker]
+) -> None:
+    """The fake's GPU is no device of torch's, so another stands for it."""
+    filler = make_worker(faked)
+    filler.encode("a")
+    filler.saved(1)
+    filler.close()
+    assert make_worker(faked, there="meta").load("a").device.type == "meta"
 
 
 def test_a_device_that_is_full_when_it_is_loaded(faulty: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
