@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -44,7 +44,7 @@ class Fetching:
     def fetch(self, tensor: torch.Tensor, marked: int) -> torch.Tensor:
         """A contiguous tensor on the host, once it was complete. Waits, without the GIL."""
         stage = self._ready()
-        host: Any = torch.empty(tensor.shape, dtype=tensor.dtype)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._driver.synchronize(marked)
         for offset in range(0, tensor.nbytes, _PIECE):
             size = min(_PIECE, tensor.nbytes - offset)
@@ -52,7 +52,7 @@ class Fetching:
             self._driver.record(self._copied, self._stream)
             self._driver.synchronize(self._copied)
             ctypes.memmove(host.data_ptr() + offset, stage, size)
-        return host  # type: ignore[no-any-return]
+        return host
 
     def forget(self, marked: int) -> None:
         """An event of `mark` is needed no more."""
@@ -63,21 +63,27 @@ class Fetching:
         """In the thread that fetched."""
         if self._stage is not None:
             self._driver.unpin(self._stage.address)
-            self._driver.destroy_event(self._copied)
-            self._driver.destroy_stream(self._stream)
             self._stage = None
+        if self._copied:
+            self._driver.destroy_event(self._copied)
+        if self._stream:
+            self._driver.destroy_stream(self._stream)
+        self._stream = self._copied = 0
 
     def _ready(self) -> int:
-        """The stream and the memory to copy to, made once; where that memory is."""
+        """The stream, its event and the memory to copy to, each made once; where that memory is."""
         self._use()
-        if self._stage is None:
+        if not self._stream:
             self._driver.relaxed_capture()  # vLLM may be capturing graphs
+            self._stream = self._driver.stream()
+        if not self._copied:
+            self._copied = self._driver.event()
+        if self._stage is None:
             stage = Mapping.private(_PIECE)
             stage.view(0, _PIECE)  # brings its pages in
             self._driver.pin(stage.address, _PIECE)
             self._stage = stage
-            self._stream, self._copied = self._driver.stream(), self._driver.event()
-        return self._stage.address
+        return int(self._stage.address)
 
     def _use(self) -> None:
         if not getattr(self._here, "uses", False):
