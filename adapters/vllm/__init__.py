@@ -10,9 +10,9 @@
 processes; it sets hooks that do nothing unless that switch is there.
 
 The rooms: `connector` is what vLLM calls, `scheduler` answers it from what `lookups` has found out, `worker` hands out
-tensors, `saving` keeps new ones, `identity` says what makes two outputs the same. Before preprocessing: `sender` in
-the API servers, `receiver` in the engine, `items` between them, `resending` when an entry has gone, `seams` for where
-all that is hooked.
+tensors, `saving` keeps new ones, `fetching` brings those from a GPU, `identity` says what makes two outputs the same.
+Before preprocessing: `sender` in the API servers, `receiver` in the engine, `items` between them, `resending` when an
+entry has gone, `seams` for where all that is hooked.
 """
 
 from __future__ import annotations

@@ -15,9 +15,11 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorWorkerMetadata,
 )
 
+from mmbroker.path import spell_out
 from mmbroker.proto.reference import Reference
 
 from . import identity, receiver, seams, settings
+from .fetching import Fetching
 from .joining import Joining
 from .lookups import Lookups
 from .saving import Saves
@@ -100,16 +102,19 @@ class MMBrokerConnector(ECConnectorBase):  # type: ignore[misc]
         seams.keep_weights()
         tensor_group = parallel_state.get_tp_group()
         rank, world = tensor_group.rank_in_group, tensor_group.world_size
+        # Named here, in the thread that vLLM has set its device in: in others torch's current one is the first.
+        device = spell_out("cuda") if current_platform.is_cuda() else "cpu"
         saves = None
         if self.is_producer and rank == 0:
             keys = _keys(vllm_config, asked, lambda text: None)  # the scheduler's half says it
-            saves = Saves(keys.key, int(asked.save_mib * (1 << 20)))
+            fetching = None if device == "cpu" else Fetching(device)
+            saves = Saves(keys.key, int(asked.save_mib * (1 << 20)), fetching)
         self.worker = WorkerHalf(
             asked.broker,
             settings.replica_name(vllm_config),
             rank,
             world,
-            "cuda" if current_platform.is_cuda_alike() else "cpu",
+            device,
             saves,
         )
 
@@ -236,6 +241,10 @@ def _keys(vllm_config: Any, asked: settings.Settings, say: Any) -> identity.Iden
 
 def _unsuited(vllm_config: Any) -> str | None:
     """Why a connector cannot serve an engine with this configuration, if so."""
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
+        return f"it brings tensors to the CPU and to CUDA, and this is {current_platform.device_type}"
     model = vllm_config.model_config
     if not model.is_multimodal_model:
         return f"{model.model} takes no media"

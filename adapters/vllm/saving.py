@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import mmbroker
@@ -17,6 +18,7 @@ from mmbroker.adapters.span import Span
 from mmbroker.proto.errors import BrokerError
 from mmbroker.proto.keys import Key
 
+from .fetching import Fetching
 from .saying import Saying
 
 logger = logging.getLogger("vllm.mmbroker")
@@ -32,20 +34,24 @@ Took = tuple[Span, int]
 
 
 class Offer(NamedTuple):
-    """`written`: on a GPU, what tells when it is complete."""
+    """`written`: on a GPU, the event that tells when it is complete, else 0."""
 
     identifier: str
     tensor: Any
-    written: Any
+    written: int
     took: Took | None
 
 
 class Saves:
-    """`key`: of an identifier, None: it is not to be shared. `budget`: most bytes that wait. One thread offers."""
+    """`key`: of an identifier, None: it is not to be shared. `budget`: most bytes that wait. `fetching`: how they come
+    from the GPU, None: they are on the host. One thread offers."""
 
-    def __init__(self, key: Callable[[str], Key | None], budget: int) -> None:
+    def __init__(
+        self, key: Callable[[str], Key | None], budget: int, fetching: Fetching | None = None
+    ) -> None:
         self._key = key
         self._budget = budget
+        self._fetching = fetching
         self._client: Callable[[], mmbroker.Client | None] = lambda: None
         self._waiting: deque[Offer] = deque()
         self._offered = self._ended = 0  # bytes so far: each is written by one thread
@@ -81,8 +87,14 @@ class Saves:
             self.counts["save_over_budget"] += 1
             self._saying.count(f"{self.pending} bytes wait already, and save_mib allows {self._budget}")
             return
-        self._offered += tensor.nbytes
-        self._waiting.append(Offer(identifier, tensor.detach(), _written(tensor), took))
+        try:
+            plain = tensor.detach().contiguous()  # in the stream that wrote it
+            written = 0 if self._fetching is None else self._fetching.mark(plain)
+        except BrokerError as error:
+            self._failed(error, 1)
+            return
+        self._offered += plain.nbytes
+        self._waiting.append(Offer(identifier, plain, written, took))
         self._bell.set()
 
     def close(self) -> None:
@@ -102,25 +114,36 @@ class Saves:
                 try:
                     self._put(batch)
                 except Exception as error:
-                    self.counts["save_errors"] += len(batch)
-                    if not isinstance(error, BrokerError):
-                        logger.exception("mmbroker: encoder outputs could not be saved")
-                    self._saying.count(f"{type(error).__name__}: {error}", len(batch))
+                    self._failed(error, len(batch))
                 self._ended += sum(offer.tensor.nbytes for offer in batch)
                 del batch
+        if self._fetching is not None:
+            with suppress(BrokerError):  # the GPU is lost, and its memory with it
+                self._fetching.close()
+
+    def _failed(self, error: Exception, count: int) -> None:
+        self.counts["save_errors"] += count
+        if not isinstance(error, BrokerError):
+            logger.error("mmbroker: encoder outputs could not be saved", exc_info=error)
+        self._saying.count(f"{type(error).__name__}: {error}", count)
 
     def _put(self, batch: list[Offer]) -> None:
         keys: list[Key] = []
         tensors: list[Any] = []
         costs: list[int | None] = []
-        for identifier, tensor, written, took in batch:
-            key = self._key(identifier)
-            if key is not None and key not in keys:
-                if written is not None:
-                    written.synchronize()
-                keys.append(key)
-                tensors.append(tensor)
-                costs.append(None if took is None else took[0].micros(tensor.nbytes, took[1]))
+        try:
+            for identifier, tensor, written, took in batch:
+                key = self._key(identifier)
+                if key is not None and key not in keys:
+                    tensors.append(
+                        self._fetching.fetch(tensor, written) if self._fetching and written else tensor
+                    )
+                    keys.append(key)
+                    costs.append(None if took is None else took[0].micros(tensor.nbytes, took[1]))
+        finally:
+            for offer in batch:
+                if self._fetching is not None and offer.written:
+                    self._fetching.forget(offer.written)
         client = self._client()
         if client is None:
             self.counts["save_absent"] += len(keys)
@@ -130,14 +153,3 @@ class Saves:
                 held.drop()  # it stays as a cache
             self.counts["saved"] += len(keys)
             self.counts["saved_bytes"] += sum(tensor.nbytes for tensor in tensors)
-
-
-def _written(tensor: Any) -> Any:
-    """On a GPU, what tells when the encoder has written it; None on the CPU, where it has."""
-    if not tensor.is_cuda:
-        return None
-    import torch
-
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event

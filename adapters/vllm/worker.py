@@ -20,7 +20,8 @@ from .saving import Saves
 
 
 class WorkerHalf:
-    """Of rank `rank` of `world`. `saves`: where new outputs go; None: another rank saves them, or nobody."""
+    """Of rank `rank` of `world`. `device`: where vLLM's tensors are; `there`: what torch calls that, if it is not the
+    same. `saves`: where new outputs go; None: another rank saves them, or nobody."""
 
     def __init__(
         self,
@@ -30,8 +31,10 @@ class WorkerHalf:
         world: int,
         device: str,
         saves: Saves | None,
+        there: str | None = None,
     ) -> None:
         self._engine, self._rank, self._world, self._device = engine, rank, world, device
+        self._there = torch.device(there or device)
         self._table: mmbroker.FeatureTable | None = None
         self._loaded: list[str] = []
         self._saves = saves
@@ -59,7 +62,8 @@ class WorkerHalf:
                     raise mmbroker.FeatureMissing("this rank has no table, and was told to load from it")
                 try:
                     with self._table.take(ref) as use:
-                        cache[identifier] = use.tensor
+                        # A no-op, unless it has stayed on the host. The release waits for a copy, in this stream.
+                        cache[identifier] = use.tensor.to(self._there, non_blocking=True)
                 except mmbroker.FeatureError:
                     self.counts["worker_load_errors"] += 1
                     raise
@@ -69,7 +73,7 @@ class WorkerHalf:
     def encoding(self) -> None:
         """The encoder runs now: what it takes is what its outputs are worth to the broker."""
         if self._saves is not None:
-            self._span = Span(torch.device(self._device))
+            self._span = Span(self._there)
 
     def save(self, cache: MutableMapping[str, Any], identifier: str) -> None:
         """The encoder has run in this step, and this is one of its outputs."""
