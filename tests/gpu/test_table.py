@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -156,7 +157,11 @@ def test_park_and_take_again(bench: Bench) -> None:
             assert same(use.tensor.cpu(), feature)
             use.park()
             eventually(lambda parks=parks: bench.count("parked") == parks, "parked")  # type: ignore[misc]
-            assert not bench.reads(table, held, feature)  # the host's copy, at once
+            bench.broker.process.send_signal(signal.SIGSTOP)  # nobody offers a place meanwhile
+            try:
+                assert not bench.reads(table, held, feature)  # the host's copy, at once
+            finally:
+                bench.broker.process.send_signal(signal.SIGCONT)
             bench.read_on_device(table, held, feature)
     bench.settled(table)
 
