@@ -24,11 +24,11 @@ import msgspec
 import torch
 
 import mmbroker
-from mmbroker.proto.errors import BrokerError, DeadlineExceeded, FeatureError, PoolFull
+from mmbroker.proto.errors import BrokerError
 from mmbroker.proto.messages import MAX_EXTRA
 
 from ..fingerprint import derived_key, fingerprint
-from . import holding, measure, packing, shaping
+from . import holding, measure, packing, placing, shaping
 from .asking import Asking
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,6 @@ SUPPORTED: Final[Mapping[tuple[str, str], str]] = {
 }
 #: How often a request asks again because parts of it were there, or were being made, and parts were not.
 _ROUNDS: Final = 4
-#: How long a feature on the GPU waits for room there, in seconds; then the host has to do.
-_ON_DEVICE: Final = 0.5
 #: Fields of an artifact that are not stored: they follow from the request, or are the feature.
 _OWN: Final = frozenset({"content_digest", "artifact_key", "feature_hash", "feature"})
 
@@ -282,17 +280,8 @@ def _hash_of(artifact_key: str) -> int:
 
 
 def _put(client: Any, features: list[Any], turn: holding.Turn, options: dict[str, Any]) -> list[Any]:
-    """From the GPU to the GPU, where that can be; otherwise to the host."""
-    if client.device and all(feature.is_cuda for feature in features):
-        try:
-            got: list[Any] = client.put_many(
-                features, tier="device", timeout=min(turn.left(), _ON_DEVICE), **options
-            )
-            measure.counters.add("put_on_device", len(got))
-            return got
-        except (PoolFull, DeadlineExceeded, FeatureError) as error:
-            logger.debug("mmbroker: features on the GPU go through the host", exc_info=error)
-    got = client.put_many(features, timeout=turn.left(), **options)
+    there = bool(client.device) and all(feature.is_cuda for feature in features)
+    got: list[Any] = placing.put(client.put_many, features, there, turn.left(), 0.0, **options)
     return got
 
 

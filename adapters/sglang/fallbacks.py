@@ -33,21 +33,29 @@ def reason_of(error: BaseException) -> str:
 
 
 class Fallbacks:
-    """Counts at once; speaks at the first one, and then at most once a minute."""
+    """Counts at once; speaks at the first one, and then at most once a minute. `what` happened to features; `counter`:
+    the name of what counts them, with the reason in it if it has a place for one."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        what: str = "features went SGLang's own way",
+        counter: str = "fallback_{}",
+    ) -> None:
         self._clock = clock
+        self._what = what
+        self._counter = counter
         self._said = -_EVERY
         self._since: dict[str, int] = {}
 
     def count(self, reason: str, features: int, why: str) -> None:
-        """`features` go SGLang's own way; `why` is a sentence."""
-        measure.counters.add(f"fallback_{reason}", features)
+        """It happened to so many features; `why` is a sentence."""
+        measure.counters.add(self._counter.format(reason), features)
         self._since[reason] = self._since.get(reason, 0) + features
         now = self._clock()
         if now - self._said < _EVERY:
             return
         self._said = now
-        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(self._since.items()))
+        counts = ", ".join(f"{count} {reason}".rstrip() for reason, count in sorted(self._since.items()))
         self._since.clear()
-        logger.warning("mmbroker: features went SGLang's own way (%s). The last one: %s", counts, why)
+        logger.warning("mmbroker: %s (%s). The last one: %s", self._what, counts, why)

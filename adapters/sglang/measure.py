@@ -36,6 +36,7 @@ PRODUCER: Final = (
     "features",  # put or found in the broker
     "bytes",
     "put_on_device",  # from the GPU to the GPU
+    "through_host",  # on the GPU, and there was no room for them, or no way
     "put_ns",  # from the request's arrival at the seam until its references were there, summed over requests
     "derived",  # 1 if the processor has derived keys
     "content",  # 1 if it has content keys only

@@ -18,11 +18,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from mmbroker.proto.errors import BrokerError, DeadlineExceeded, FeatureError, PoolFull
+from mmbroker.proto.errors import BrokerError, PoolFull
 from mmbroker.proto.keys import Key
 from mmbroker.proto.reference import is_reference
 
-from . import holding, measure, packing, pictures, settings
+from . import holding, measure, packing, pictures, placing, settings
 from .asking import Asking
 from .fallbacks import Fallbacks, reason_of
 from .identity import Encoder
@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 #: The least time for a put, however short the wait for room may be, in seconds.
 _LEAST: Final = 1.0
-#: How long features that are on the GPU wait for room there, in seconds; then the host has to do.
-_ON_DEVICE: Final = 0.5
 #: How long an item waits that already has others of its request in the broker, in seconds: waiting while holding is
 #: how two requests starve each other.
 _BRIEFLY: Final = 0.1
@@ -331,19 +329,7 @@ class _Put:
         return bool(self._client.device) and all(map(_on_gpu, value if isinstance(value, list) else [value]))
 
     def _send(self, put: Callable[..., Any], values: Any, modality: str, there: bool, timeout: float) -> Any:
-        """From the GPU to the GPU if `there`; where that cannot be, to the host."""
-        start = time.monotonic()
-        if there:
-            brief = min(timeout, _ON_DEVICE)
-            try:
-                got = put(values, modality=modality, tier="device", timeout=brief, **self._options)
-            except (PoolFull, DeadlineExceeded, FeatureError) as error:
-                logger.debug("mmbroker: features on the GPU go through the host", exc_info=error)
-            else:
-                measure.counters.add("put_on_device", len(values) if isinstance(got, list) else 1)
-                return got
-        left = max(timeout - (time.monotonic() - start), _BRIEFLY if there else 0.0)
-        return put(values, modality=modality, timeout=left, **self._options)
+        return placing.put(put, values, there, timeout, _BRIEFLY, modality=modality, **self._options)
 
 
 def _on_gpu(tensor: torch.Tensor) -> bool:

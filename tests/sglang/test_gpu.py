@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmbroker.adapters.sglang import consumer, encoding, producer, settings
+from mmbroker.adapters.sglang import consumer, encoding, placing, producer, settings
 from mmbroker.cuda.fake_memory import VARIABLE, Machine, Make
 from mmbroker.proto.errors import PoolFull
 from mmbroker.proto.reference import is_reference
@@ -223,18 +223,25 @@ def test_features_made_on_the_gpu_stay_there(
 
 
 def test_no_room_for_what_was_made_on_the_gpu(
-    engine: GpuEngine, counted: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+    engine: GpuEngine,
+    counted: Callable[[str], int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The host does, as for all others."""
+    """The host does, as for all others; each is counted, and it is said once."""
+    monkeypatch.setattr(placing._through_host, "_said", float("-inf"))
     monkeypatch.setattr(producer, "_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(producer, "_ON_DEVICE", 0.1)
+    monkeypatch.setattr(placing, "_ON_DEVICE", 0.1)
 
     def look(received: Any, inputs: Any) -> None:
         engine.embed(inputs, 0, 16)
         assert same(engine.model.found[0], block(40, 0))
 
-    engine.serve(engine.output(engine.picture(40, 0, 2)), look)
-    assert counted("put_on_device") == 0 and counted("features") == 1
+    for times in (1, 2):
+        engine.serve(engine.output(engine.picture(40, 0, 2)), look)
+        assert (counted("put_on_device"), counted("through_host"), counted("features")) == (0, times, times)
+    (said,) = [record.getMessage() for record in caplog.records if "through the host" in record.getMessage()]
+    assert "(1)" in said and "PoolFull" in said
 
 
 def test_sglangs_pool_is_used_only_where_the_broker_is_not(
