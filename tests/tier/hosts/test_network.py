@@ -139,7 +139,10 @@ def test_hosts_end_with_whoever_made_them() -> None:
     import subprocess, sys
     from tests.tier.hosts.network import Network
     network = Network(["a", "b"])
-    inside = subprocess.Popen([*network.prefix["a"], "sleep", "1000"])
+    inside = subprocess.Popen(
+        [*network.prefix["a"], "sh", "-c", "echo is up; exec sleep 1000"], stdout=subprocess.PIPE
+    )
+    inside.stdout.readline()  # not before that is it bound to its room's end
     print(inside.pid, *(room.pid for room in network._rooms.values()), flush=True)
     sys.stdin.read()
     """
