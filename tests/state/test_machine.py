@@ -135,10 +135,8 @@ class Life(RuleBasedStateMachine):
         getattr(self, move)(data.draw)
         self.collect()
 
-    def join(
-        self, namespace: str, engine: str, rank: int, world: int, prompt: bool, traceable: bool = True
-    ) -> None:
-        peer = self.shell.client(f"{engine}-rank", namespace, traceable=traceable)
+    def join(self, namespace: str, engine: str, rank: int, world: int, prompt: bool) -> None:
+        peer = self.shell.client(f"{engine}-rank", namespace)
         peer.prompt = prompt
         self.ranks.append(peer)
         peer.ask(m.Attach(engine, rank, world))
@@ -166,8 +164,7 @@ class Life(RuleBasedStateMachine):
                 ("a", "engine-b", 2, 3),
                 ("b", "engine-a", 0, 1),
             ]
-            traceable = draw(st.sampled_from([True, True, True, False]))
-            self.join(*draw(st.sampled_from(lacking * 3 + fresh)), draw(st.booleans()), traceable)
+            self.join(*draw(st.sampled_from(lacking * 3 + fresh)), prompt=draw(st.booleans()))
 
     # --- producers ---
 
@@ -295,12 +292,7 @@ class Life(RuleBasedStateMachine):
 
     def tier_says(self, draw: Draw) -> None:
         if self.movers:
-            answer = draw(st.sampled_from(self.movers)).ask(self.tier(draw))
-            if isinstance(answer, m.Failed):  # it has as many calls open as it may have
-                assert "calls waiting" in answer.message, answer
-                assert answer.figures["used"] == self.shell.limits.pending_per_session, answer
-            else:
-                assert answer == m.Done()
+            assert draw(st.sampled_from(self.movers)).ask(self.tier(draw)) == m.Done()
 
     def tier_ends(self, draw: Draw) -> None:
         if self.movers:
@@ -360,14 +352,8 @@ class Life(RuleBasedStateMachine):
             rank.settle(None if draw(st.booleans()) else [next(iter(rank.dismissed))])
 
     def detach(self, draw: Draw) -> None:
-        """For good, or to come back as another rank."""
         if self.ranks:
-            rank = draw(st.sampled_from(self.ranks))
-            rank.ask(m.Detach())
-            if draw(st.booleans()):
-                rank.ask(
-                    m.Attach(draw(st.sampled_from(["engine-a", "engine-b"])), draw(st.integers(0, 1)), 2)
-                )
+            draw(st.sampled_from(self.ranks)).ask(m.Detach())
 
     # --- nonsense, repeats, the operator ---
 
