@@ -63,6 +63,12 @@ def add(original: Callable[[argparse.ArgumentParser], None], parser: argparse.Ar
         const="1",
         help="Share what the model's encoder makes of a picture with other engines of the same model and settings.",
     )
+    group.add_argument(
+        "--mm-broker-preprocess",
+        choices=settings.PLACES,
+        help="Where the tokenizer's workers make features: where SGLang would (engine), or on the CPU, without a CUDA "
+        "context; for pictures, best with several workers (--tokenizer-worker-num).",
+    )
 
 
 def take(original: Callable[[Any, argparse.Namespace], Any], cls: Any, args: argparse.Namespace) -> Any:
@@ -72,6 +78,7 @@ def take(original: Callable[[Any, argparse.Namespace], Any], cls: Any, args: arg
         ("mm_broker", settings.PATH),
         ("mm_broker_wait", settings.WAIT),
         ("mm_broker_share_outputs", settings.SHARE_OUTPUTS),
+        ("mm_broker_preprocess", settings.PREPROCESS),
     ):
         value = getattr(args, name, None)
         if value is not None:
@@ -106,6 +113,12 @@ def stands_aside(args: Any) -> str | None:
         raise ValueError(
             "SGLANG_MM_BUFFER_SIZE_MB moves every feature through a buffer of its own before it is hashed, and "
             "--mm-transport broker leaves nothing to hash: unset one of the two"
+        )
+    transport = getattr(args, "mm_feature_transport", None)
+    if settings.read().on_cpu and transport not in (None, "cpu"):
+        raise ValueError(
+            f"--mm-feature-transport {transport} is for features that are made on the GPU, and "
+            "--mm-broker-preprocess cpu makes them on the CPU: leave one of the two out"
         )
     several = (getattr(args, "tokenizer_worker_num", 1) or 1) > 1
     if several and getattr(args, "enable_http2", False) and not seams.current().http2_workers:

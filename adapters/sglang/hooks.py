@@ -69,6 +69,10 @@ def begin_tokenizer(original: Original, manager: Any) -> None:
     setattr(manager, _OURS, producer)
     if getattr(manager, "mm_processor", None) is not None:
         setattr(manager.mm_processor, _OURS, producer)
+        if asked.on_cpu:
+            from . import preprocessing
+
+            preprocessing.stay_on_cpu(manager)
         if seams.current().artifacts:
             from . import artifacts
 
@@ -151,6 +155,12 @@ def wrap_for_ipc(original: Original, processor: Any, tensor: Any) -> Any:
     if producer is None:
         return original(processor, tensor)
     return producer.keep(lambda tensor: original(processor, tensor), tensor)
+
+
+def processor_device(original: Original, processor: Any, wrapped: Any) -> Any:
+    """AROUND `BaseMultimodalProcessor._fast_image_processor_device`, which says where pictures are shaped."""
+    producer = getattr(processor, _OURS, None)
+    return "cpu" if producer is not None and producer.on_cpu else original(processor, wrapped)
 
 
 # --- the scheduler's process ----------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ class Producer:
     def __init__(
         self, asked: Settings, identify: Callable[[Any, bytes], None], encoder: Encoder | None = None
     ) -> None:
+        self.on_cpu = asked.on_cpu
         self._encoder = encoder
         self._settings = asked
         self._identify = identify

@@ -40,6 +40,7 @@ _COMMON: Final[Hooks] = {
     (_TOKENIZER, "TokenizerManager._tokenize_one_request"): hooks.tokenize,
     (_TOKENIZER, "TokenizerManager._send_one_request"): hooks.send,
     (_PROCESSOR, "BaseMultimodalProcessor._wrap_tensor_for_cuda_ipc"): hooks.wrap_for_ipc,
+    (_PROCESSOR, "BaseMultimodalProcessor._fast_image_processor_device"): hooks.processor_device,
     (_SCHEDULER, "Scheduler.__init__"): hooks.begin_scheduler,
     (_SCHEDULER, "Scheduler.process_input_requests"): hooks.process_requests,
     (_SCHEDULER, "Scheduler._get_multimodal_inputs"): hooks.get_inputs,

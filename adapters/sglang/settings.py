@@ -19,9 +19,12 @@ WAIT: Final = "MMBROKER_WAIT"
 ENGINE: Final = "MMBROKER_ENGINE"
 MEASURE: Final = "MMBROKER_MEASURE"
 SHARE_OUTPUTS: Final = "MMBROKER_SHARE_OUTPUTS"
+PREPROCESS: Final = "MMBROKER_PREPROCESS"
 
 #: What SGLang takes for a yes in its own variables.
 YES: Final = ("1", "true", "yes", "y")
+#: Where features are made: where SGLang would, or on the CPU.
+PLACES: Final = ("engine", "cpu")
 #: How long a request waits for room in a healthy broker, in seconds.
 DEFAULT_WAIT: Final = 30.0
 #: The SGLang versions whose seams are known (`seams.VERSIONS`).
@@ -31,7 +34,8 @@ TESTED: Final = ("0.5.17", "0.5.23")
 @dataclass(frozen=True)
 class Settings:
     """`broker`: carry features through a broker. `path`: the instance directory, None: find it. `wait`: seconds.
-    `share_outputs`: of encoders, with other engines of the same one."""
+    `share_outputs`: of encoders, with other engines of the same one. `on_cpu`: make features there, whatever SGLang
+    would do."""
 
     broker: bool = False
     path: str | None = None
@@ -39,6 +43,7 @@ class Settings:
     engine: str = ""
     measure: str | None = None
     share_outputs: bool = False
+    on_cpu: bool = False
 
 
 def read(environ: MutableMapping[str, str] = os.environ) -> Settings:
@@ -53,6 +58,9 @@ def read(environ: MutableMapping[str, str] = os.environ) -> Settings:
         wait = -1.0
     if not 0 <= wait <= 3600:
         raise ValueError(f"{WAIT}={text!r}: it is a number of seconds from 0 to 3600")
+    place = environ.get(PREPROCESS) or PLACES[0]
+    if place not in PLACES:
+        raise ValueError(f"{PREPROCESS}={place!r}: it is {' or '.join(map(repr, PLACES))}")
     by_content(environ)
     return Settings(
         broker=transport == "broker",
@@ -61,6 +69,7 @@ def read(environ: MutableMapping[str, str] = os.environ) -> Settings:
         engine=environ.get(ENGINE, ""),
         measure=environ.get(MEASURE) or None,
         share_outputs=environ.get(SHARE_OUTPUTS, "").lower() in YES,
+        on_cpu=place == "cpu",
     )
 
 

@@ -1,4 +1,4 @@
-"""Several tokenizer workers, SGLang's message channel without pickle, and prompts in small chunks."""
+"""Several tokenizer workers that stay on the CPU, SGLang's message channel without pickle, prompts in small chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ CHUNKED = ("--chunked-prefill-size", "32")
 @pytest.fixture(scope="module")
 def scene() -> Iterator[kit.Scene]:
     with kit.running_scene(
-        (*CHUNKED, "--tokenizer-worker-num", "2"), {"SGLANG_USE_PICKLE_IPC": "0", "TEST_ACCESS": "copy"}
+        (*CHUNKED, "--tokenizer-worker-num", "2", "--mm-broker-preprocess", "cpu"),
+        {"SGLANG_USE_PICKLE_IPC": "0", "TEST_ACCESS": "copy"},
     ) as scene:
         yield scene
 
