@@ -48,7 +48,7 @@ class Entry:
 
     __slots__ = (
         "asked", "buffer", "exporters", "fences", "gone", "key", "layout", "memory", "outlived", "place", "private",
-        "ready", "ref", "residence", "session", "streams", "uses", "wire",
+        "ready", "ref", "residence", "session", "single", "streams", "uses", "wire",
     )  # fmt: skip
 
     def __init__(self, residence: Residence, ref: Reference, session: int, private: bool) -> None:
@@ -59,6 +59,7 @@ class Entry:
         self.session = session
         self.private = private
         self.layout: Layout = layout(ref)
+        self.single = ref.parts is None  # one tensor
         self.memory = memoryview(b"")
         self.buffer: Mapping | None = None
         self.gone = False  # out of the table
@@ -122,17 +123,8 @@ class Use:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The feature's tensors; one, unless it was put as a list. The same objects each time."""
-        if self._built is None:
-            entry = self._live()
-            if entry.uses.get(id(self)) is PAUSED:
-                entry.uses[id(self)] = None  # before it is looked where the feature is: see `Residence.park`
-            try:
-                self._built, self._watch, place = entry.ready.pop()
-            except IndexError:
-                self._built, self._watch, place = entry.build()
-            if place is not None and (place.event or place.private) and entry.residence.gpu is not None:
-                entry.residence.gpu.wait(place)
-        return self._built
+        built = self._built
+        return self._open(self._live()) if built is None else built
 
     @property
     def tensor(self) -> Any:
@@ -140,8 +132,23 @@ class Use:
 
         Not to be written, unless the table was attached with ``access="copy"``.
         """
-        tensors = self.tensors if self._built is None else self._built
-        return tensors[0] if self._live().ref.parts is None else tensors
+        entry, built = self._entry or self._live(), self._built
+        if built is None:
+            built = self._open(entry)
+        return built[0] if entry.single else built
+
+    def _open(self, entry: Entry) -> list[torch.Tensor]:
+        """Tensors, which the receiver thread has made ready for the first use; they are read after their loading."""
+        if entry.uses[id(self)] is PAUSED:
+            entry.uses[id(self)] = None  # before it is looked where the feature is: see `Residence.park`
+        try:
+            built, self._watch, place = entry.ready.pop()
+        except IndexError:
+            built, self._watch, place = entry.build()
+        self._built = built
+        if place is not None and (place.event or place.private) and entry.residence.gpu is not None:
+            entry.residence.gpu.wait(place)
+        return built
 
     @property
     def digest(self) -> bytes:

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mmbroker.proto.errors import BrokerLost
@@ -103,7 +104,9 @@ class Gpu:
         self._stream = 0
         self._here = threading.local()
         self._ready = False
-        self._closed = False
+        self.closed = False
+        #: The raw number of the calling thread's current stream, as torch has it.
+        self.current_stream: Callable[[], int] = partial(driver.current_stream, uuid)
         self._maps: dict[int, DeviceMaps] = {}
         self._pinned: set[int] = set()  # addresses of maps
         self._dead: deque[tuple[int, int, int]] = deque()
@@ -251,7 +254,7 @@ class Gpu:
     def _bury(self, writable: int, readable: int, nbytes: int) -> None:
         """The last tensor of a segment died, in whatever thread: leave the work to the receiver thread, if it lives."""
         self._dead.append((writable, readable, nbytes))
-        if self._closed:
+        if self.closed:
             self._use()
             self.await_readers()  # the tensor is dead, but not the work that reads it
             self.sweep()
@@ -274,7 +277,7 @@ class Gpu:
         self.loaded()
         self._maps.clear()
         self.sweep()
-        self._closed = True
+        self.closed = True
         self.streams.pop(self._stream)
         self._events.extend(self._fences)  # passed by now
         self._fences.clear()
@@ -284,10 +287,6 @@ class Gpu:
     def _destroy_events(self) -> None:
         while self._events:
             self.driver.destroy_event(self._events.popleft())
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def _use(self, create: bool = False) -> None:
         """Each thread says once which GPU it uses."""
@@ -302,10 +301,6 @@ class Gpu:
             return self._events.popleft()
         except IndexError:
             return self.driver.event()
-
-    def current_stream(self) -> int:
-        """The raw number of the calling thread's current stream, as torch has it."""
-        return self.driver.current_stream(self.uuid)
 
     def _recorded(self, stream: int) -> int:
         """An event behind everything that is in a stream by now."""
