@@ -7,6 +7,7 @@ of its own parent, so nothing is shared but what is passed by a path: a socket, 
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import json
 import mmap
 import multiprocessing
@@ -34,7 +35,7 @@ class Workshop:
         self.path = Path(tempfile.mkdtemp(prefix="mmb-bench-", dir="/tmp"))  # short: sockets live in it
         self._brokers: list[Broker] = []
         self._workers: dict[str, Worker] = {}
-        self._count = 0
+        self._numbers = itertools.count(1)  # several threads may draw from it
 
     def __enter__(self) -> Workshop:
         return self
@@ -50,8 +51,7 @@ class Workshop:
 
     def broker(self, **settings: object) -> Broker:
         """A broker of its own; `settings` by the names of the settings file. Also a context manager."""
-        self._count += 1
-        broker = Broker(self.path, f"b{self._count}", settings)
+        broker = Broker(self.path, f"b{next(self._numbers)}", settings)
         self._brokers.append(broker)
         return broker
 
@@ -63,8 +63,7 @@ class Workshop:
 
     def place(self, name: str) -> str:
         """A path of this run that was not given out before."""
-        self._count += 1
-        return str(self.path / f"{name}{self._count}")
+        return str(self.path / f"{name}{next(self._numbers)}")
 
 
 class Broker:

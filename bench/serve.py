@@ -99,6 +99,14 @@ def _run(words: list[str]) -> int:
     parser.add_argument("--skip", action="append", default=[], metavar="TRANSPORT:LOAD")
     parser.add_argument("--matrix", action="store_true", help="every load")
     parser.add_argument("--requests", type=int, metavar="N", help="of each load")
+    parser.add_argument(
+        "--together", action="store_true", help="all servers at once; they take turns at each load"
+    )
+    parser.add_argument(
+        "--no-freeze",
+        action="store_true",
+        help="do not ask servers to freeze their garbage once they are warm",
+    )
     parser.add_argument("--turns", type=int, default=1, metavar="N", help="how often each load is run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="for everything")
@@ -140,6 +148,8 @@ def _run(words: list[str]) -> int:
         limit=asked.time_limit,
         load_limit=asked.load_limit,
         skip=skip,
+        together=asked.together,
+        freeze=not asked.no_freeze,
     )
     with Workshop() as shop:
         campaign = Campaign(plan, say, shop.path)

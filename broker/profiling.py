@@ -141,12 +141,17 @@ def _processes() -> Iterator[Process]:
 
 def record(pid: int, seconds: float, rate: int) -> Profile:
     """Sample a process's main thread. Raises `BrokerError` that says what py-spy needs."""
+    return sort(raw(pid, seconds, rate, "--idle", "--threads"))
+
+
+def raw(pid: int, seconds: float, rate: int, *options: str) -> list[str]:
+    """A process's collapsed stacks, each with how often it was seen; `options` are py-spy's. Errors as of `record`."""
     with tempfile.TemporaryDirectory(prefix="mmbroker-") as scratch:
-        raw = Path(scratch, "raw")
+        output = Path(scratch, "raw")
         command = [_py_spy(), "record", "--pid", str(pid), "--duration", str(max(1, round(seconds)))]
-        command += ["--rate", str(rate), "--format", "raw", "--output", str(raw), "--idle", "--threads"]
+        command += ["--rate", str(rate), "--format", "raw", "--output", str(output), *options]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        if done.returncode or not raw.exists():
+        if done.returncode or not output.exists():
             why = next(
                 (line for line in (*done.stderr.splitlines(), *done.stdout.splitlines()) if "rror" in line),
                 "",
@@ -155,7 +160,7 @@ def record(pid: int, seconds: float, rate: int) -> Profile:
                 f"py-spy could not look at process {pid} ({why.removeprefix('Error: ') or 'it said nothing'}): "
                 "it needs the same user with CAP_SYS_PTRACE, or root"
             )
-        return sort(raw.read_text().splitlines())
+        return output.read_text().splitlines()
 
 
 def _py_spy() -> str:

@@ -7,6 +7,8 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +39,8 @@ class Plan:
     """`turns`: how often each load is run on each server. `look`: seconds that py-spy looks, 0: not at all.
 
     `limit`: seconds for everything; `load_limit`: for one load. `warm`: requests of each size before anything counts.
+    `together`: all servers are there at once, and take turns at each load. `freeze`: what they have made while they
+    became warm is no garbage any more.
     """
 
     transports: tuple[str, ...]
@@ -48,6 +52,8 @@ class Plan:
     limit: float = float("inf")
     load_limit: float = 180.0
     warm: int = 8
+    together: bool = False
+    freeze: bool = True
     skip: frozenset[tuple[str, str]] = frozenset()
 
 
@@ -84,12 +90,20 @@ class Campaign:
     def serve(self, maker: Maker) -> None:
         """All loads on every transport. A server that does not start is left out, and why is told."""
         self.found["gpu"] = maker.gpu
-        for transport in self.plan.transports:
-            wanted = [load for load in self.plan.loads if (transport, load.name) not in self.plan.skip]
-            missing = [(load, turn) for load in wanted for turn in self._turns(load, transport)]
-            if not missing:
-                self.say(f"{transport}: everything is there already")
-                continue
+        self.found["plan"] |= {
+            "together": self.plan.together,
+            "freeze": self.plan.freeze,
+            "flags": maker.flags,
+        }
+        self.found["plan"] |= {"transports": maker.transports(), "broker": dict(maker.broker)}
+        asked = {transport: self._missing(transport) for transport in self.plan.transports}
+        for transport in [transport for transport, missing in asked.items() if not missing]:
+            self.say(f"{transport}: everything is there already")
+            del asked[transport]
+        if self.plan.together:
+            self._take_turns(maker, asked)
+            return
+        for transport, missing in asked.items():
             if self.left() < LEAST_FOR_A_SERVER:
                 self._leave_out(transport, missing, "the time was over")
                 continue
@@ -108,6 +122,39 @@ class Campaign:
                 self._leave_out(transport, missing, f"{type(error).__name__}: {str(error)[-1500:]}")
             self.write()
 
+    def _missing(self, transport: str) -> list[tuple[Load, int]]:
+        wanted = [load for load in self.plan.loads if (transport, load.name) not in self.plan.skip]
+        return [(load, turn) for load in wanted for turn in self._turns(load, transport)]
+
+    def _take_turns(self, maker: Maker, asked: dict[str, list[tuple[Load, int]]]) -> None:
+        """All servers at once, so that a change of the machine's mood meets them all; one at a time has work to do."""
+        for missing in asked.values():
+            self._prepare(missing, str(maker.model))
+        started = time.monotonic()
+        with ExitStack() as stack, ThreadPoolExecutor(max(1, len(asked))) as starters:
+            contexts = {transport: maker.start(transport, min(START, self.left())) for transport in asked}
+            starting = {transport: starters.submit(one.__enter__) for transport, one in contexts.items()}
+            servers: dict[str, Running] = {}
+            for transport, future in starting.items():
+                try:
+                    servers[transport] = future.result()
+                    stack.push(contexts[transport])
+                    seconds = round(time.monotonic() - started, 1)
+                    self.say(f"{transport}: ready after {seconds:.0f} s")
+                    self.found["servers"][transport] = {"ready_s": seconds}
+                    self._warm(servers[transport], [load for load, _ in asked[transport]])
+                except Exception as error:
+                    traceback.print_exc()
+                    servers.pop(transport, None)
+                    self._leave_out(
+                        transport, asked[transport], f"{type(error).__name__}: {str(error)[-1500:]}"
+                    )
+            for one in dict.fromkeys(one for missing in asked.values() for one in missing):
+                for transport, server in servers.items():
+                    if one in asked[transport]:
+                        self._load(transport, server, [one], maker.gpu, warm=False)
+        self.write()
+
     def ask(self, url: str, model: str, name: str) -> None:
         """All loads on a server that somebody else has started."""
         missing = [(load, turn) for load in self.plan.loads for turn in self._turns(load, name)]
@@ -115,13 +162,17 @@ class Campaign:
         self._load(name, Running(url.rstrip("/"), model), missing, "")
         self.write()
 
-    def _load(self, transport: str, server: Running, missing: list[tuple[Load, int]], gpu: str) -> None:
-        self._warm(server, [load for load, _ in missing])
+    def _load(
+        self, transport: str, server: Running, missing: list[tuple[Load, int]], gpu: str, warm: bool = True
+    ) -> None:
+        if warm:
+            self._warm(server, [load for load, _ in missing])
         for index, (load, turn) in enumerate(missing):
             if self.left() < LEAST:
                 self._leave_out(transport, missing[index:], "the time was over")
                 return
-            run = self._run(transport, server, load, turn, gpu, last=index == len(missing) - 1)
+            last = warm and index == len(missing) - 1
+            run = self._run(transport, server, load, turn, gpu, last)
             rate = run["figures"].get("requests_per_second", {}).get("value", 0.0)
             share = run["profile"].get("transport")
             self.say(
@@ -142,23 +193,29 @@ class Campaign:
         before = broker.counters() if broker is not None else {}
         watch = Watch(Gpu(gpu), server.pids(), broker.pid if broker is not None else None)
         stacks: list[str] = []
+        tokenizer: list[str] = []
         run: dict[str, Any] = {
             "transport": transport,
             "load": load.shape(),
             "turn": turn,
             "date": machine.date(),
             "profile": {"left_out": "not asked for"},
+            "loop_ms": None,
         }
 
         def measured() -> None:
             """The measured requests are answered, and others go on."""
             watch.__exit__(None, None, None)
             run["queue_ms"] = inside.waited(queue, inside.queue(server.url))
-            run["loop_ms"] = inside.turns(loops, self._loops(server)) if loops else None
+            if loops:
+                now = self._loops(server)
+                run["loop_ms"] = inside.turns(loops, now)
+                run["collections"] = loop_probe.collections(loops, now)
             if broker is not None:
                 run.update(_told(broker.status(), before))
             if self._looks(load) and server.engine is not None:
                 run["profile"], stacks[:] = inside.profile(server.engine.process.pid, self.plan.look)
+                tokenizer[:] = inside.busiest(watch.found["processes"], self.plan.look)
 
         limit = min(self.plan.load_limit, max(1.0, self.left() - self.plan.look - 2))
         watch.__enter__()
@@ -179,9 +236,10 @@ class Campaign:
         run["figures"] = figures.summary(sent)
         run["watch"] = watch.found
         run["texts"] = [answer.text for answer in sent.answers] if load.keep_texts else None
-        raw = {"run": run, "answers": [answer._asdict() for answer in sent.answers], "ends": sent.ends}
+        answers = [answer._asdict() for answer in sent.answers]
+        raw = {"run": run, "answers": answers, "ends": sent.ends, "firsts": sent.firsts}
         with open(self._raw, "a") as file:
-            file.write(json.dumps(raw | {"stacks": stacks}) + os.linesep)
+            file.write(json.dumps(raw | {"stacks": stacks, "tokenizer_stacks": tokenizer}) + os.linesep)
         self.found["runs"].append(run)
         self.write()
         return run
@@ -202,7 +260,10 @@ class Campaign:
             path.unlink()
             if bad := [answer.error for answer in sent.answers if answer.error]:
                 raise RuntimeError(f"{len(bad)} of the first {few.requests} requests fail: {bad[0]}")
-        self.say(f"warm after {time.monotonic() - started:.0f} s")
+        frozen = self.plan.freeze and inside.freeze(server.url)
+        self.say(
+            f"warm after {time.monotonic() - started:.0f} s" + (", its garbage frozen" if frozen else "")
+        )
 
     # --- what is kept -----------------------------------------------------------------------------------------------
 

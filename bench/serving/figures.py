@@ -55,14 +55,10 @@ def summary(sent: Sent, draws: int = DRAWS) -> dict[str, Any]:
     }
     if not good:
         return found
-    # In steady state: until so many answers were there, whoever's they were.
+    chance = random.Random(len(good))
+    found["requests_per_second"] = _rate(sent.firsts, chance, draws)
     ends = sent.ends[: len(good)]
-    gaps = [
-        b - a for a, b in pairwise(ends)
-    ]  # the first answer's time is no chance: that is the pipeline's length
-    chance = random.Random(len(gaps))
-    rates = sorted(len(ends) / (ends[0] + sum(_blocks(gaps, chance))) for _ in range(draws))
-    found["requests_per_second"] = _figure(len(ends) / ends[-1], rates, 3)
+    found["answers_per_second"] = {"value": round(len(ends) / ends[-1], 3)}
     # One draw of requests serves all of their figures; gaps are drawn with their requests.
     everything = samples(good)
     by_request = [[_ms(gap) for gap in answer.gaps] for answer in good]
@@ -85,6 +81,18 @@ def summary(sent: Sent, draws: int = DRAWS) -> dict[str, Any]:
                 for statistic, of in STATISTICS.items()
             }
     return found
+
+
+def _rate(firsts: Sequence[float], chance: random.Random, draws: int) -> dict[str, float]:
+    """First words a second, whoever's they were, from when the pipeline was full: after an eighth of them.
+
+    Not answers' ends: an engine that prefills before it decodes ends all that are in flight within a moment, once every
+    few seconds, and it is chance how many such waves a run has seen.
+    """
+    steady = firsts[len(firsts) // 8 :]
+    gaps = [b - a for a, b in pairwise(steady)] or [steady[0]]
+    rates = sorted(len(gaps) / max(1e-9, sum(_blocks(gaps, chance))) for _ in range(draws))
+    return _figure(len(gaps) / max(1e-9, sum(gaps)), rates, 3)
 
 
 def _blocks(gaps: Sequence[float], chance: random.Random) -> list[float]:

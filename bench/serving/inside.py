@@ -84,7 +84,7 @@ def _within(counts: Mapping[float, float], rank: float) -> float:
 
 def turns(before: Sequence[int], after: Sequence[int]) -> dict[str, float] | None:
     """Milliseconds of the loop's turns in which a batch ran, between two looks."""
-    counts = [b - a for a, b in zip(before, after, strict=True)]
+    counts = [b - a for a, b in zip(loop_probe.turns([*before]), loop_probe.turns([*after]), strict=True)]
     n = sum(counts)
     if n <= 0:
         return None
@@ -118,6 +118,29 @@ def profile(pid: int, seconds: float) -> tuple[dict[str, Any], list[str]]:
         },
     }
     return found, [f"{';'.join(stack)} {count}" for stack, count in seen.stacks.most_common(STACKS)]
+
+
+def busiest(processes: Sequence[Mapping[str, Any]], seconds: float) -> list[str]:
+    """Who had Python's interpreter in the tokenizer that took most of the CPU: stacks of all its threads."""
+    tokenizers = [one for one in processes if one["role"] == "tokenizer"]
+    if not tokenizers:
+        return []
+    pid = max(tokenizers, key=lambda one: one["cores"])["pid"]
+    try:
+        lines = profiling.raw(pid, seconds, RATE, "--gil", "--threads")
+    except BrokerError as error:
+        return [str(error)]
+    return sorted(lines, key=lambda line: -int(line.rpartition(" ")[2] or 0))[:STACKS]
+
+
+def freeze(url: str) -> bool:
+    """Have a server's garbage collector leave alone what has been made so far, as SGLang advises once it is warm: a full
+    collection goes over everything that the imports have left, and takes the scheduler's thread for so long."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(f"{url}/freeze_gc", method="POST"), timeout=30).close()
+    except OSError:
+        return False
+    return True
 
 
 def settle(url: str, model: str, patience: float) -> bool:

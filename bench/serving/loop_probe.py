@@ -1,4 +1,5 @@
-"""A plugin for SGLang that times the scheduler's loop: how long each turn takes in which a batch ran.
+"""A plugin for SGLang that times the scheduler's loop: how long each turn takes in which a batch ran, and how long
+Python's full garbage collections take there.
 
 Copied into a directory of its own with the metadata of an installed distribution, so that SGLang loads it, whatever the
 transport. It costs two clock readings a turn. Counts by length go into a mapped file that anybody may read.
@@ -6,6 +7,7 @@ transport. It costs two clock readings a turn. Counts by length go into a mapped
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import shutil
@@ -19,6 +21,9 @@ VARIABLE = "MMBROKER_BENCH_LOOPS"
 #: Counts for each eighth of a doubling of nanoseconds.
 _PARTS = 8
 _BUCKETS = 64 * _PARTS
+#: Behind them: how many full collections there were, and their nanoseconds.
+_COLLECTIONS, _COLLECTING = _BUCKETS, _BUCKETS + 1
+CELLS = _BUCKETS + 2
 _SUFFIX = ".loops"
 
 
@@ -39,15 +44,25 @@ class _Turns:
         self._cells: memoryview | None = None
         self._since = 0
         self._busy = False
+        self._collecting = 0
 
     def begin(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         now = time.perf_counter_ns()
         if self._busy:
             if self._cells is None:
                 self._cells = _open()
+                gc.callbacks.append(self._collected)
             self._cells[bucket(now - self._since)] += 1
         self._since, self._busy = now, False
         return original(*args, **kwargs)
+
+    def _collected(self, phase: str, info: dict[str, int]) -> None:
+        now = time.perf_counter_ns()
+        if phase == "start":
+            self._collecting = now
+        elif info["generation"] == 2 and self._cells is not None:
+            self._cells[_COLLECTIONS] += 1
+            self._cells[_COLLECTING] += now - self._collecting
 
     def ran(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._busy = True
@@ -70,18 +85,29 @@ def length(index: int) -> float:
 
 def _open() -> memoryview:
     with open(Path(os.environ[VARIABLE], f"{os.getpid()}{_SUFFIX}"), "xb+") as file:
-        file.write(bytes(8 * _BUCKETS))
+        file.write(bytes(8 * CELLS))
         file.flush()
-        return memoryview(mmap.mmap(file.fileno(), 8 * _BUCKETS)).cast("Q")
+        return memoryview(mmap.mmap(file.fileno(), 8 * CELLS)).cast("Q")
 
 
 def read(directory: Path) -> list[int]:
-    """The counts of all schedulers together."""
-    total = [0] * _BUCKETS
+    """The counts of all schedulers together; see `turns` and `collections`."""
+    total = [0] * CELLS
     for path in directory.glob(f"*{_SUFFIX}"):
-        for index, count in enumerate(struct.unpack(f"{_BUCKETS}Q", path.read_bytes())):
+        for index, count in enumerate(struct.unpack(f"{CELLS}Q", path.read_bytes())):
             total[index] += count
     return total
+
+
+def turns(cells: list[int]) -> list[int]:
+    """Turns by bucket."""
+    return cells[:_BUCKETS]
+
+
+def collections(before: list[int], after: list[int]) -> dict[str, float]:
+    """Full garbage collections between two looks, and their milliseconds."""
+    count, taken = (after[at] - before[at] for at in (_COLLECTIONS, _COLLECTING))
+    return {"count": count, "ms": round(taken / 1e6, 1)}
 
 
 def install(site: Path) -> None:

@@ -20,12 +20,18 @@ TRANSPORTS: Final = {
     "cuda_ipc": "--mm-feature-transport cuda_ipc",  # its handle cache is on unless a variable says otherwise
     "broker": "--mm-transport broker",  # features made for the CPU
     "broker-gpu": "--mm-transport broker --mm-feature-transport cuda_ipc",  # features that stay on the GPU
+    # Features that workers without a CUDA context make.
+    "broker-cpu": "--mm-transport broker --mm-broker-preprocess cpu --tokenizer-worker-num 8",
 }
+#: MiB of a broker's host arena beside a GPU: what 64 requests with eight pictures of 640x480 have in flight, and more.
+HOST_MIB: Final = 6144
 #: On a GPU with a model of 3 billion parameters: the kernels that need nothing but Triton.
 GPU_FLAGS: Final = (
     "--load-format dummy --host 127.0.0.1 --attention-backend triton --mm-attention-backend triton_attn "
     "--sampling-backend pytorch --grammar-backend none --mem-fraction-static 0.5 --cuda-graph-max-bs 64"
 )
+#: Bytes of what an arena is filled with at first.
+_PIECE: Final = 16 << 20
 #: For SGLang's own figures of waiting.
 METRICS: Final = "--enable-metrics"
 
@@ -64,7 +70,7 @@ class Maker:
     @contextmanager
     def start(self, transport: str, patience: float) -> Iterator[Running]:
         """A server that is ready; afterwards neither it nor its broker is there. Raises `EngineFailed`."""
-        from mmbroker.demo.engine import CPU_ARGUMENTS, CPU_ENVIRONMENT, Engine
+        from mmbroker.demo.engine import CPU_ARGUMENTS, CPU_ENVIRONMENT, PATIENT, Engine
 
         own = shlex.split(self.transports()[transport])
         place = Path(self.shop.place("e"))
@@ -77,14 +83,16 @@ class Maker:
         }
         if self.gpu:
             base: tuple[str, ...] = tuple(shlex.split(GPU_FLAGS))
-            surroundings: dict[str, str] = {}
+            surroundings = dict(PATIENT)
         else:
             base, surroundings = CPU_ARGUMENTS, dict(CPU_ENVIRONMENT)
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         with ExitStack() as stack:
             broker = None
             if "--mm-transport" in own:
-                settings: dict[str, object] = {"gpu": self.gpu} if self.gpu else {"host_mib": 512}
+                settings: dict[str, object] = {"host_mib": 512}
+                if self.gpu:
+                    settings = {"gpu": self.gpu, "host_mib": HOST_MIB}
                 broker = stack.enter_context(self.shop.broker(**settings | dict(self.broker)))
                 own += ["--mm-broker", broker.path]
             engine = Engine(
@@ -99,6 +107,8 @@ class Maker:
             stack.callback(self._keep_logs, logs, transport)
             stack.callback(engine.stop)
             engine.wait_ready(patience)
+            if broker is not None and self.gpu:
+                _fill(broker)
             yield Running(f"http://127.0.0.1:{engine.port}", str(self.model), engine, broker, loops)
 
     def _keep_logs(self, logs: list[Path], transport: str) -> None:
@@ -107,3 +117,17 @@ class Maker:
             self.logs.mkdir(parents=True, exist_ok=True)
             ends = [log.read_bytes()[-(1 << 20) :] for log in logs if log.exists()]
             (self.logs / f"{transport}.log").write_bytes(b"\n---\n".join(ends))
+
+
+def _fill(broker: Broker) -> None:
+    """Have the host arena grow to its limit and fill up, as it is after a minute of traffic: no figure is of growth."""
+    import torch
+
+    import mmbroker
+
+    limit = broker.status()["pool"]["limit"]
+    stuff = torch.empty(_PIECE, dtype=torch.uint8)
+    with mmbroker.connect(broker.path, name="fill", timeout=30.0) as client:
+        for number in range(limit // _PIECE):
+            stuff[:8] = torch.tensor([number], dtype=torch.int64).view(torch.uint8)
+            client.put(stuff, key=f"fill {number}").drop()

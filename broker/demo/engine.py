@@ -33,6 +33,8 @@ CPU_ARGUMENTS: Final = (
     *("--max-total-tokens", "8192", "--context-length", "4096", "--mem-fraction-static", "0.1"),
     "--sleep-on-idle",
 )
+#: Tokenizer workers that take longer than that to import SGLang are killed and begin anew, for ever; else it is 10 s.
+PATIENT: Final = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120"}
 CPU_ENVIRONMENT: Final = {
     "SGLANG_USE_CPU_ENGINE": "1",
     # Threads that wait for each other at every operation of a tiny model cost far more than they save, all the more
@@ -41,6 +43,7 @@ CPU_ENVIRONMENT: Final = {
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
+    **PATIENT,
 }
 _SHARED_MEMORY: Final = "/dev/shm"
 #: What the server says once it has answered its own first request.

@@ -159,7 +159,7 @@ def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
 # --- what is made of it ---------------------------------------------------------------------------------------------
 
 
-def sent(seconds: float, n: int = 40, text: str = "t") -> Sent:
+def sent(seconds: float, n: int = 160, text: str = "t") -> Sent:
     """Answers that take about so long each, four at a time."""
     answers = []
     for number in range(n):
@@ -167,7 +167,8 @@ def sent(seconds: float, n: int = 40, text: str = "t") -> Sent:
         first, end = start + seconds * jitter / 4, start + seconds * jitter
         gaps = [(end - first) / 3] * 3
         answers.append(Answer(number, start, first, end, gaps, 4, text, ""))
-    return Sent(answers, sorted(answer.end for answer in answers), answers[-1].end, False)
+    ends, firsts = (sorted(getattr(answer, what) for answer in answers) for what in ("end", "first"))
+    return Sent(answers, ends, firsts, answers[-1].end, False)
 
 
 def result(**seconds: float) -> dict[str, Any]:
@@ -199,7 +200,7 @@ def result(**seconds: float) -> dict[str, Any]:
                     "device_arena_mib": 300.0 if ours else None,
                     "queue_ms": {"p50": 1.0, "p99": 2.0, "mean": 1.1, "n": 40},
                     "loop_ms": None,
-                    "texts": ["t"] * 40 if load.keep_texts else None,
+                    "texts": ["t"] * 160 if load.keep_texts else None,
                     "paths": [{"path": "device", "why": ""}] if ours else [],
                 }
             )
@@ -216,13 +217,33 @@ def test_nine_of_ten_pictures_have_come_before() -> None:
 
 def test_figures_have_a_value_within_their_bounds() -> None:
     made = figures.summary(sent(1.0))
-    assert (made["answered"], made["failed"]) == (40, 0)
+    assert (made["answered"], made["failed"]) == (160, 0)
     rate = made["requests_per_second"]
     assert rate["low"] <= rate["value"] == pytest.approx(4.0, rel=0.1) and rate["value"] <= rate["high"]
     for time in figures.TIMES:
         for one in made[f"{time}_ms"].values():
             assert one["low"] <= one["value"] <= one["high"]
     assert made["e2e_ms"]["mean"]["value"] == pytest.approx(1150, rel=0.05)
+
+
+def test_a_rate_is_none_of_chance_where_answers_end_in_waves() -> None:
+    """An engine that first prefills whatever is in flight, 8 a second of 64, and then ends all of it at once."""
+    rates, ended = [], []
+    for measured in (100, 120, 128, 140):
+        firsts = [8.0 * (number // 64) + 0.125 * (number % 64) for number in range(measured + 40)]
+        answers = [
+            Answer(number, 0.0, firsts[number], 8.0 * (number // 64) + 8.1, [], 4, "", "")
+            for number in range(measured)
+        ]
+        end = answers[-1].end
+        seen = Sent(
+            answers, [a.end for a in answers], [first for first in firsts if first <= end], end, False
+        )
+        made = figures.summary(seen, draws=50)
+        rates.append(made["requests_per_second"]["value"])
+        ended.append(made["answers_per_second"]["value"])
+    assert rates == pytest.approx([8.0] * 4, rel=0.03)
+    assert max(ended) > 1.3 * min(ended)  # which is no change of the engine
 
 
 def test_the_goals_are_judged_for_each_way_through_the_broker() -> None:
