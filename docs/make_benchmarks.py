@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.serving import goals
 from bench.serving.plots import draw
+from bench.sharing_gpu import cells
 from bench.tables import number
 
 DOCS = Path(__file__).resolve().parent
@@ -257,6 +258,31 @@ def sharing_known(found: dict[str, Any]) -> Lines:
     )
 
 
+def sharing_gpu(found: dict[str, Any]) -> Lines:
+    load = found["settings"]
+    yield (
+        f"MiB at their peak. {load['requests']} requests to each of two engines with {load['images']} pictures of "
+        f"{load['size'][0]}x{load['size'][1]}, {load['in_flight']} of them in flight; {_layers(load['layers'])}."
+    )
+    yield ""
+    yield from table(
+        ("", ">brokers", ">GPU: theirs", ">of no process", ">tokenizers", ">schedulers", ">GPU: live features",
+         ">in use", ">host: live features", ">requests/s"),
+        [cells(row) for row in found["rows"]],
+    )  # fmt: skip
+    for row in found["rows"]:
+        for problem in row["problems"]:
+            yield ""
+            yield f"{row['arrangement']}: {problem}"
+    for left in found["left_out"]:
+        yield ""
+        yield f"Left out: {left['arrangement']}: {left['why'].splitlines()[-1]}"
+
+
+def _layers(layers: int) -> str:
+    return f"{layers} layers in each half of the model" if layers else "all layers of the model"
+
+
 def goals_of(found: dict[str, Any]) -> Lines:
     yield from _goals(found["goals"])
 
@@ -403,6 +429,7 @@ TABLES: dict[str, Maker] = {
     "serve": serve,
     "sharing": sharing,
     "sharing_known": sharing_known,
+    "sharing_gpu": sharing_gpu,
     "goals": goals_of,
     "outputs": outputs,
     "reuse": reuse,

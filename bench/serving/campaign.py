@@ -191,7 +191,7 @@ class Campaign:
         queue, loops = inside.queue(server.url), self._loops(server)
         broker = server.broker
         before = broker.counters() if broker is not None else {}
-        watch = Watch(Gpu(gpu), server.pids(), broker.pid if broker is not None else None)
+        watch = Watch(Gpu(gpu), server.pids(), [broker.pid] if broker is not None else [])
         stacks: list[str] = []
         tokenizer: list[str] = []
         run: dict[str, Any] = {

@@ -134,8 +134,8 @@ def busiest(processes: Sequence[Mapping[str, Any]], seconds: float) -> list[str]
 
 
 def freeze(url: str) -> bool:
-    """Have a server's garbage collector leave alone what has been made so far, as SGLang advises once it is warm: a full
-    collection goes over everything that the imports have left, and takes the scheduler's thread for so long."""
+    """Have a server's garbage collector leave alone what has been made so far, as SGLang advises once it is warm: a
+    full collection goes over everything that the imports have left, and takes the scheduler's thread for so long."""
     try:
         urllib.request.urlopen(urllib.request.Request(f"{url}/freeze_gc", method="POST"), timeout=30).close()
     except OSError:

@@ -54,7 +54,10 @@ class Running:
 
 @dataclass(frozen=True)
 class Maker:
-    """How servers are started. `gpu`: the broker's, empty: everything on the CPU, with its tiny model."""
+    """How servers are started. `gpu`: the broker's, empty: everything on the CPU, with its tiny model.
+
+    `measure`: have the plugin count what their processes do.
+    """
 
     shop: Workshop
     model: Path
@@ -63,6 +66,7 @@ class Maker:
     broker: tuple[tuple[str, str], ...] = ()
     extra: tuple[tuple[str, str], ...] = ()
     logs: Path | None = None
+    measure: bool = False
 
     def transports(self) -> dict[str, str]:
         return {**TRANSPORTS, **dict(self.extra)}
@@ -70,6 +74,26 @@ class Maker:
     @contextmanager
     def start(self, transport: str, patience: float) -> Iterator[Running]:
         """A server that is ready; afterwards neither it nor its broker is there. Raises `EngineFailed`."""
+        with ExitStack() as stack:
+            broker = stack.enter_context(self.beside()) if self.needs_broker(transport) else None
+            server = self.begin(stack, transport, broker)
+            server.engine.wait_ready(patience)
+            if broker is not None and self.gpu:
+                _fill(broker)
+            yield server
+
+    def needs_broker(self, transport: str) -> bool:
+        return "--mm-transport" in shlex.split(self.transports()[transport])
+
+    def beside(self) -> Broker:
+        """A broker for servers of this kind. Also a context manager."""
+        settings: dict[str, object] = {"host_mib": 512}
+        if self.gpu:
+            settings = {"gpu": self.gpu, "host_mib": HOST_MIB}
+        return self.shop.broker(**settings | dict(self.broker))
+
+    def begin(self, stack: ExitStack, transport: str, broker: Broker | None, name: str = "") -> Running:
+        """A server that is not ready yet; `stack` ends it and keeps its log, under `name` or its transport's."""
         from mmbroker.demo.engine import CPU_ARGUMENTS, CPU_ENVIRONMENT, PATIENT, Engine
 
         own = shlex.split(self.transports()[transport])
@@ -87,36 +111,28 @@ class Maker:
         else:
             base, surroundings = CPU_ARGUMENTS, dict(CPU_ENVIRONMENT)
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        with ExitStack() as stack:
-            broker = None
-            if "--mm-transport" in own:
-                settings: dict[str, object] = {"host_mib": 512}
-                if self.gpu:
-                    settings = {"gpu": self.gpu, "host_mib": HOST_MIB}
-                broker = stack.enter_context(self.shop.broker(**settings | dict(self.broker)))
-                own += ["--mm-broker", broker.path]
-            engine = Engine(
-                self.model,
-                place,
-                [METRICS, *own, *shlex.split(self.flags)],
-                environment,
-                base=base,
-                surroundings=surroundings,
-            )
-            logs = [engine.log] + ([Path(f"{broker.path}.log")] if broker is not None else [])
-            stack.callback(self._keep_logs, logs, transport)
-            stack.callback(engine.stop)
-            engine.wait_ready(patience)
-            if broker is not None and self.gpu:
-                _fill(broker)
-            yield Running(f"http://127.0.0.1:{engine.port}", str(self.model), engine, broker, loops)
+        if broker is not None:
+            own += ["--mm-broker", broker.path]
+        engine = Engine(
+            self.model,
+            place,
+            [METRICS, *own, *shlex.split(self.flags)],
+            environment,
+            measure=self.measure,
+            base=base,
+            surroundings=surroundings,
+        )
+        logs = [engine.log] + ([Path(f"{broker.path}.log")] if broker is not None else [])
+        stack.callback(self._keep_logs, logs, name or transport)
+        stack.callback(engine.stop)
+        return Running(f"http://127.0.0.1:{engine.port}", str(self.model), engine, broker, loops)
 
-    def _keep_logs(self, logs: list[Path], transport: str) -> None:
+    def _keep_logs(self, logs: list[Path], name: str) -> None:
         """Their ends, as one file."""
         if self.logs is not None:
             self.logs.mkdir(parents=True, exist_ok=True)
             ends = [log.read_bytes()[-(1 << 20) :] for log in logs if log.exists()]
-            (self.logs / f"{transport}.log").write_bytes(b"\n---\n".join(ends))
+            (self.logs / f"{name}.log").write_bytes(b"\n---\n".join(ends))
 
 
 def _fill(broker: Broker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -28,10 +29,12 @@ class Gpu:
         self.why = "" if gpu else "no GPU"
         self._nvml: Nvml | None = None
         self._uuid = ""
+        self._total = 0
         if gpu:
             try:
                 self._nvml = Nvml()
-                self._uuid = cuda.find(gpu, self._nvml.existing()).uuid
+                device = cuda.find(gpu, self._nvml.existing())
+                self._uuid, self._total = device.uuid, device.total
             except (cuda.NoDriver, cuda.DriverError, cuda.NoSuchDevice) as error:
                 self._nvml, self.why = None, str(error)
 
@@ -42,24 +45,37 @@ class Gpu:
     def free(self) -> int | None:
         return None if self._nvml is None else self._nvml.free(self._uuid)
 
+    def unattributed(self) -> int | None:
+        """Bytes that are taken, and that the driver counts for no process: its own, and those of processes without a
+        context, as brokers are. None where it does not tell, or where memory was taken while it was asked."""
+        before = self.free()
+        used = self.used()
+        if before is None or before != self.free() or -1 in used.values():
+            return None
+        return self._total - before - sum(used.values())
+
 
 class Watch:
     """A context manager: what the processes took while it lasted. `found` says it afterwards.
 
-    `broker`: a pid that is not of the server.
+    `brokers`: pids that are not of the servers.
     """
 
-    def __init__(self, gpu: Gpu, pids: list[int], broker: int | None) -> None:
+    def __init__(self, gpu: Gpu, pids: list[int], brokers: Sequence[int]) -> None:
         self._gpu = gpu
-        self._roles = {pid: role(pid) for pid in pids} | ({broker: "broker"} if broker is not None else {})
+        self._roles = {pid: role(pid) for pid in pids} | dict.fromkeys(brokers, "broker")
+        self._first: dict[int, int] = {}
         self._peaks: dict[int, int] = {}
+        self._unattributed: list[int] = []
         self._least_free: int | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.found: dict[str, Any] = {}
 
     def __enter__(self) -> Watch:
         self._free_before = self._gpu.free()
+        self._first = self._gpu.used()
+        self._look()
         self._before = self._seconds()
         self._clock = time.monotonic()
         self._thread.start()
@@ -77,7 +93,8 @@ class Watch:
                 "pid": pid,
                 "role": name,
                 "cores": round((after.get(pid, 0.0) - self._before.get(pid, 0.0)) / wall, 3),
-                "gpu_mib": round(self._peaks[pid] / _MIB, 1) if self._peaks.get(pid, -1) >= 0 else None,
+                "gpu_mib": _mib(self._peaks.get(pid)),
+                "gpu_before_mib": _mib(self._first.get(pid)),
             }
             for pid, name in self._roles.items()
         ]
@@ -94,14 +111,22 @@ class Watch:
         if self._free_before is not None and self._least_free is not None:
             self.found["gpu_free_before_mib"] = round(self._free_before / _MIB, 1)
             self.found["gpu_free_least_mib"] = round(self._least_free / _MIB, 1)
+        if self._unattributed:
+            self.found["gpu_unattributed_before_mib"] = _mib(self._unattributed[0])
+            self.found["gpu_unattributed_most_mib"] = _mib(max(self._unattributed))
+
+    def _run(self) -> None:
+        while not self._over.wait(PERIOD):
+            self._look()
 
     def _look(self) -> None:
-        while not self._over.wait(PERIOD):
-            for pid, nbytes in self._gpu.used().items():
-                self._peaks[pid] = max(nbytes, self._peaks.get(pid, -1))
-            free = self._gpu.free()
-            if free is not None:
-                self._least_free = min(free, free if self._least_free is None else self._least_free)
+        for pid, nbytes in self._gpu.used().items():
+            self._peaks[pid] = max(nbytes, self._peaks.get(pid, -1))
+        free = self._gpu.free()
+        if free is not None:
+            self._least_free = min(free, free if self._least_free is None else self._least_free)
+        if (unattributed := self._gpu.unattributed()) is not None:
+            self._unattributed.append(unattributed)
 
     def _seconds(self) -> dict[int, float]:
         """Processor time of each, user and system."""
@@ -113,6 +138,11 @@ class Watch:
                 continue
             found[pid] = (int(fields[11]) + int(fields[12])) / _TICKS
         return found
+
+
+def _mib(nbytes: int | None) -> float | None:
+    """None, too, where the driver does not tell."""
+    return round(nbytes / _MIB, 1) if nbytes is not None and nbytes >= 0 else None
 
 
 def role(pid: int) -> str:
