@@ -296,8 +296,10 @@ class Claims:
         return count + promised, nbytes
 
     def _may_have(self, session: int) -> tuple[int, int]:
-        """The most that it may have, or be about to have: with all that its waiting calls may get, or have got."""
+        """The most that it may have, or be about to have: with all that its waiting calls may get, or have got, and the
+        promises that a call which failed may have kept, or not."""
         count, nbytes = self._has(session)
+        count += sum(w.state == "perhaps" and w.session == session for w in self.promises.values())
         for (owner, _), waiting in self.waiting.items():
             if owner == session:
                 match waiting.body:
