@@ -61,8 +61,15 @@ class Claim:
 
     @property
     def busy(self) -> bool:
-        return self.state in ("open", "broken") or bool(
-            self.retained or self.holds or self.ranks or self.forever
+        return self.claimed or self.forever
+
+    @property
+    def claimed(self) -> bool:
+        """Busy, but not only because a process that cannot be traced may read it for ever: that is cached, too."""
+        return (
+            self.state in ("open", "broken")
+            or bool(self.retained or self.holds or self.ranks)
+            or (self.forever and self.state != "sealed")
         )
 
 
@@ -339,10 +346,12 @@ class Claims:
                     )
         for namespace, count in namespaces.items():
             assert count <= limits.features_per_namespace, f"namespace {namespace} has {count} features"
-            busy = [
-                c for c in self.claims.values() if c.namespace == namespace and c.busy and not c.overwritten
+            claimed = [
+                c
+                for c in self.claims.values()
+                if c.namespace == namespace and c.claimed and not c.overwritten
             ]
-            nbytes = self.having(busy)[1]
+            nbytes = self.having(claimed)[1]
             assert not limits.namespace_bytes or nbytes <= limits.namespace_bytes, (
                 f"{namespace} has {nbytes} bytes"
             )

@@ -307,6 +307,22 @@ def test_what_a_lost_client_may_still_write_counts_for_its_namespace() -> None:
     other.put(item("y", 2))
 
 
+def test_what_a_lost_reader_may_read_is_cached_until_it_is_evicted() -> None:
+    """It counts for nobody while it can be evicted, and then for its namespace until its segment goes."""
+    shell = Shell(namespace_bytes=4 * PAGE)
+    lost, peer = shell.client(traceable=False), shell.client()
+    lost.attach("engine")
+    lost.prompt = True
+    held = peer.put(item("read", 2), to="engine") + peer.put(item("beside"))
+    lost.end(alive=True)
+    peer.drop(held[0])
+    more = peer.put(item("more", 3))
+    assert shell.client("operator", "op").ask(m.Evict(1)) == m.Evicted(1, 0)
+    quota(peer, m.Create([item("y")]), PAGE, 6 * PAGE, 4 * PAGE, "namespace_mib")
+    peer.drop(held[1], *more)
+    peer.put(item("y", 4))
+
+
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
