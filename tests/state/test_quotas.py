@@ -207,6 +207,20 @@ def test_features_of_one_engine() -> None:
     two.drop(again)
 
 
+def test_an_engine_that_attaches_anew_has_nothing_in_flight() -> None:
+    """Whoever had its name before may read what it was granted, and nobody waits for that."""
+    shell = Shell(features_per_engine=2)
+    (old,) = shell.engine()
+    peer = shell.client()
+    held = peer.put(item("a"), item("b"), to="engine")
+    assert peer.create(item("c"), to="engine") not in peer.answers
+    old.ask(m.Detach())
+    shell.engine()
+    peer.put(item("d"), item("e"), to="engine")
+    assert peer.create(item("f"), to="engine") not in peer.answers
+    peer.drop(*held)
+
+
 def test_bytes_of_one_engine() -> None:
     shell = Shell(engine_bytes=4 * PAGE)
     shell.engine()
