@@ -105,6 +105,9 @@ class Admission:
             self._finish(request, books.no_such_engine(request.namespace, request.engine.name))
             return True
         promises = books.sessions[request.session].promises
+        circular = not (request.promise or request.patient) and self._circular(
+            request, self._written(request)
+        )
         found: list[Feature | None] = []
         fresh: dict[Place, Item] = {}
         flights: list[Place] = []
@@ -125,7 +128,7 @@ class Admission:
                 flights.append(place)
                 sought = True
             elif (request.promise or not request.lookup) and place not in fresh:
-                if not item.promise and place in books.flights and self._awaits(request, item.key):
+                if not item.promise and place in books.flights and self._awaits(request, item.key, circular):
                     flights.append(place)
                 else:
                     fresh[place] = item
@@ -165,9 +168,14 @@ class Admission:
         return True
 
     @staticmethod
-    def _awaits(request: Request, key: Key) -> bool:
+    def _awaits(request: Request, key: Key, circular: bool) -> bool:
         """Does a request wait for a key's writer, rather than write it, too?"""
-        return request.promise or request.patient or (key.kind is Kind.DERIVED and not request.circular)
+        return request.promise or request.patient or (key.kind is Kind.DERIVED and not circular)
+
+    def _written(self, request: Request) -> list[Place]:
+        """What is missing, and written by others or promised to them."""
+        places = [(request.namespace, item.key) for item in request.items if not item.promise]
+        return [place for place in places if place in self.books.flights and place not in self.books.features]
 
     def _commit(
         self, request: Request, found: list[Feature | None], slots: Mapping[Place, Slot | None], now: float
@@ -251,8 +259,8 @@ class Admission:
             self.flying.setdefault(place, OrderedDict())[request.number] = request
         if request.lookup:
             return  # for as long as the writers live, and its deadline allows
-        request.circular = request.circular or self._circular(request)
-        lasting = all(place[1].kind is Kind.DERIVED for place in request.flights) and not request.circular
+        derived = all(place[1].kind is Kind.DERIVED for place in request.flights)
+        lasting = derived and not self._circular(request, request.flights)
         if request.patience is None and not lasting:
             patience = request.since + self.books.limits.single_flight
             request.patience = self.books.timers.at(patience, lambda at: self._impatient(request, at))
@@ -264,23 +272,23 @@ class Admission:
         if late:
             self.queue = OrderedDict(sorted(self.queue.items()))
 
-    def _circular(self, request: Request) -> bool:
-        """Does a writer that this request waits for wait, itself or through others, for a key of this client's?
+    def _circular(self, request: Request, places: list[Place]) -> bool:
+        """Does a writer of what this request waits for wait, itself or through others, for a key of this client's?
 
         That a client waits for a key it writes itself is no circle: two of its threads want the same.
         """
         books = self.books
         seen = {request.session}
-        todo = [request]
+        todo = [places]
         while todo:
-            waiting = todo.pop()
-            for place in waiting.flights:
+            waited_for = todo.pop()
+            for place in waited_for:
                 for writer in {lease.session for lease in books.flights.get(place, ())}:
-                    if writer == request.session and waiting is not request:
+                    if writer == request.session and waited_for is not places:
                         return True
                     if writer not in seen:
                         seen.add(writer)
-                        todo += [r for r in books.sessions[writer].requests.values() if r.flights]
+                        todo += [r.flights for r in books.sessions[writer].requests.values() if r.flights]
         return False
 
     def _leave_flights(self, request: Request) -> None:

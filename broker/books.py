@@ -241,15 +241,17 @@ class Books:
         return True
 
     def evict_some(self, most: int, namespace: str | None, now: float) -> int:
-        """Forget idle features as an operator wishes, those of all namespaces or of one; how many."""
-        count = 0
+        """Forget idle features as an operator wishes, those of all namespaces or of one; how many went. A tainted one
+        takes along what is idle in its segment, which may be more than were asked for."""
+        before = len(self.numbered)
         for arena in [arena for arena in self.idle if namespace in (None, arena[1])]:
             while (
-                count < most and arena in self.idle and (found := self.idle[arena].next(copies=False))
+                before - len(self.numbered) < most
+                and arena in self.idle
+                and (found := self.idle[arena].next(copies=False))
             ):  # and no clock: it is not for want of room
                 self.evict(found[1], "request", now)
-                count += 1
-        return count
+        return before - len(self.numbered)
 
     def trim(self, now: float) -> None:
         """Keep the watermark's share of the host arena free, and the number of idle features bounded."""

@@ -220,7 +220,6 @@ class Request:
     lookup: bool = False
     promise: bool = False  # what is missing is promised, or waited for
     patient: bool = True  # False: it has waited for content keys' writers long enough
-    circular: bool = False  # a writer that it waits for waits for this client in turn
     reason: Wait = Wait.ROOM
     wants: tuple[int, int] = (0, 0)  # leases and holds that it would take now, and their bytes
     waited: bool = False

@@ -80,7 +80,7 @@ class Done(_Message, frozen=True, tag="done"):
 
 
 class Evicted(_Message, frozen=True, tag="evicted"):
-    """How many features were dropped, and the bytes of their slots on all tiers."""
+    """How many features were dropped, and the bytes on all tiers that this made free."""
 
     features: int
     nbytes: int

@@ -154,7 +154,8 @@ class Drain(_Message, frozen=True, tag="drain"):
 
 class Evict(_Message, frozen=True, tag="evict"):
     """Drop cached features that nobody holds, the oldest first, at most `most` of them; of one namespace, or of all.
-    As `Shutdown`. Answered by `Evicted`: ask again until it is nothing."""
+    One that a process may read which cannot be traced takes along what is cached in its segment. As `Shutdown`.
+    Answered by `Evicted`: ask again until it is nothing."""
 
     most: int
     namespace: str | None = None

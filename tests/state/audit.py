@@ -12,18 +12,20 @@ from mmbroker.state import Broker
 
 def audit(broker: Broker) -> None:
     """Raise AssertionError unless every sum and every cross reference of the state machine is right."""
-    slots(broker)
+    abandoned = slots(broker)
     holders(broker)
     engines(broker)
     waiting(broker)
-    limits(broker)
+    limits(broker, abandoned)
 
 
-def slots(broker: Broker) -> None:
-    """Every byte of every segment is free or has exactly one owner, and the pools' sums are the sums."""
+def slots(broker: Broker) -> Counter[str]:
+    """Every byte of every segment is free or has exactly one owner, and the pools' sums are the sums. Returns the bytes
+    of each namespace on the host that were abandoned."""
     books = broker.books
     owned: dict[int, dict[int, int]] = {n: {} for pool in books.pools.values() for n in pool.segments}
     held: Counter[int] = Counter()
+    abandoned: Counter[str] = Counter()
     idle_bytes = dict.fromkeys(books.pools, 0)
 
     def own(slot, idle: bool = False) -> None:  # type: ignore[no-untyped-def]
@@ -74,6 +76,8 @@ def slots(broker: Broker) -> None:
         )
         assert owned[segment.number].items() <= allocator._slots.items(), "an owned slot is not allocated"
         assert segment.held == held[segment.number] + sum(lost.values())
+        if segment.number in books.pool.segments:
+            abandoned[segment.namespace] += sum(lost.values())
         assert not segment.abandoned or segment.retired
         assert (segment.empty_since is not None) == (segment.ready and allocator.empty) or not segment.ready
     for tier, pool in books.pools.items():
@@ -84,6 +88,7 @@ def slots(broker: Broker) -> None:
     assert books.idle_count == sum(
         isinstance(entry, Feature) for resting in books.idle.values() for entry in resting
     )
+    return abandoned
 
 
 def holders(broker: Broker) -> None:
@@ -185,8 +190,9 @@ def waiting(broker: Broker) -> None:
     assert not books.stirred, "something changed and nobody looked"
 
 
-def limits(broker: Broker) -> None:
-    """Nobody has more than the limits say; but an engine's share of bytes shrinks when another one attaches."""
+def limits(broker: Broker, abandoned: Counter[str]) -> None:
+    """Nobody has more than the limits say; but an engine's share of bytes shrinks when another one attaches, and what
+    was cached until it was abandoned came on top of what was in use."""
     books, most = broker.books, broker.limits
     for session in books.sessions.values():
         for has, limit in (
@@ -200,4 +206,5 @@ def limits(broker: Broker) -> None:
         assert engine.features <= most.features_per_engine
     for namespace, count in books.claims.items():
         assert count <= most.features_per_namespace
-        assert not most.namespace_bytes or books.pool.held_by(namespace) <= most.namespace_bytes
+        in_use = books.pool.held_by(namespace) - abandoned[namespace]
+        assert not most.namespace_bytes or in_use <= most.namespace_bytes

@@ -31,6 +31,7 @@ class Client:
     answered: dict[int, m.Reply] = field(default_factory=dict)
     engine: str | None = None
     rank: int = 0
+    life: int = 0  # of its engine: one that has lost all its ranks is another one when it attaches again
     tier: m.Tier | None = None  # what it said last
     kept: set[int] = field(default_factory=set)  # holds of lost sessions that it wants to be told of
 
@@ -61,8 +62,15 @@ class Claim:
 
     @property
     def busy(self) -> bool:
-        return self.state in ("open", "broken") or bool(
-            self.retained or self.holds or self.ranks or self.forever
+        return self.claimed or self.forever
+
+    @property
+    def claimed(self) -> bool:
+        """Busy, but not only because a process that cannot be traced may read it for ever: that is cached, too."""
+        return (
+            self.state in ("open", "broken")
+            or bool(self.retained or self.holds or self.ranks)
+            or (self.forever and self.state != "sealed")
         )
 
 
@@ -85,6 +93,7 @@ class HoldView:
     owner: int | None = None  # known once the reference was handed out
     engine: str | None = None
     read_by: str | None = None  # the engine whose ranks were granted it
+    life: int = 0  # of that engine
     over: bool = False
     orphaned: float = math.inf
 
@@ -108,6 +117,7 @@ class Claims:
         self.holds: dict[int, HoldView] = {}
         self.waiting: dict[tuple[int, int], Waiting] = {}
         self.calls = 0
+        self.lives = 0  # of engines
         self.longest = 0.0  # that anybody may wait for a tier
         self.now = 0.0
 
@@ -296,8 +306,10 @@ class Claims:
         return count + promised, nbytes
 
     def _may_have(self, session: int) -> tuple[int, int]:
-        """The most that it may have, or be about to have: with all that its waiting calls may get, or have got."""
+        """The most that it may have, or be about to have: with all that its waiting calls may get, or have got, and the
+        promises that a call which failed may have kept, or not."""
         count, nbytes = self._has(session)
+        count += sum(w.state == "perhaps" and w.session == session for w in self.promises.values())
         for (owner, _), waiting in self.waiting.items():
             if owner == session:
                 match waiting.body:
@@ -337,19 +349,24 @@ class Claims:
                     )
         for namespace, count in namespaces.items():
             assert count <= limits.features_per_namespace, f"namespace {namespace} has {count} features"
-            busy = [
-                c for c in self.claims.values() if c.namespace == namespace and c.busy and not c.overwritten
+            claimed = [
+                c
+                for c in self.claims.values()
+                if c.namespace == namespace and c.claimed and not c.overwritten
             ]
-            nbytes = self.having(busy)[1]
+            nbytes = self.having(claimed)[1]
             assert not limits.namespace_bytes or nbytes <= limits.namespace_bytes, (
                 f"{namespace} has {nbytes} bytes"
             )
-        engines: dict[tuple[str, str], set[int]] = {}
+        engines: dict[tuple[str, str, int], set[int]] = {}
         for hold in self.holds.values():
             if hold.engine is not None and not hold.over:
-                engines.setdefault((hold.claim.namespace, hold.engine), set()).add(hold.claim.generation)
-        for place, features in engines.items():
-            assert len(features) <= limits.features_per_engine, f"engine {place} has {len(features)} features"
+                place = (hold.claim.namespace, hold.engine, hold.life)
+                engines.setdefault(place, set()).add(hold.claim.generation)
+        for engine, features in engines.items():
+            assert len(features) <= limits.features_per_engine, (
+                f"engine {engine} has {len(features)} features"
+            )
 
     def _refused(self, waiting: Waiting, figures: dict[str, int]) -> None:
         """A refusal for lack of quota: over a limit that there is, unless that gave way at the call's last moment."""

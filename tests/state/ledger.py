@@ -172,7 +172,7 @@ class Ledger(Claims):
         assert not claim.segment or descriptor in client.segments, "a grant before its descriptor"
         hold = self.holds.setdefault(ref.hold, HoldView(claim))
         assert hold.claim is claim and session not in hold.ranks
-        hold.read_by = client.engine
+        hold.read_by, hold.life = client.engine, client.life
         hold.ranks[session] = "granted"
         claim.ranks.add((session, ref.hold))
 
@@ -214,6 +214,7 @@ class Ledger(Claims):
                 client.tier = call
                 self.longest = max(self.longest, call.wait)
             case m.Attach(engine, rank), m.Attached():
+                self._attached(client, engine)
                 client.engine, client.rank = engine, rank
             case m.Seal(leases, to), m.Sealed(refs):
                 for sealing, ref in zip(leases, refs, strict=True):
@@ -227,6 +228,16 @@ class Ledger(Claims):
                 self._kept(call, "over")
             case m.Promise(), m.Promised(results):
                 self._due(session, call, results)
+
+    def _attached(self, client: Client, engine: str) -> None:
+        namespace = client.opened.namespace
+        lives = {
+            c.life for c in self.clients.values() if (c.opened.namespace, c.engine) == (namespace, engine)
+        }
+        assert len(lives) <= 1
+        if not lives:
+            self.lives += 1
+        client.life = lives.pop() if lives else self.lives
 
     def _sealed(self, session: int, claim: Claim, ref: Reference, to: str | None) -> None:
         assert claim.writer == session

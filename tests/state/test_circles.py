@@ -85,6 +85,22 @@ def test_a_circle_that_a_handover_closes() -> None:
     assert threes in three.answers or waits in one.answers
 
 
+@pytest.mark.parametrize("ends", ["writer waits no more", "waiter writes no more"])
+def test_a_circle_that_has_opened_is_none(ends: str) -> None:
+    """Whoever closed it waits on for the writer, as long as it takes, and does not write the same beside it."""
+    shell = Shell()
+    one, two = shell.client(), shell.client()
+    (x,), leased = one.lease(derived("x")), two.lease(derived("y"))
+    one.create(derived("y"), timeout=0.1 if ends == "writer waits no more" else 60.0)
+    twos = two.create(derived("x"), timeout=60.0)
+    if ends == "waiter writes no more":
+        two.seal(leased)
+    shell.advance(30.0)
+    assert twos not in two.answers
+    one.seal([x])
+    assert kinds(two, twos) == ["Hit"]
+
+
 def test_who_waited_for_a_key_in_between_keeps_its_place() -> None:
     """One waits for its engine's budget; another writes its key meanwhile, and gives up."""
     shell = Shell()

@@ -92,6 +92,25 @@ def test_evicting_from_one_namespace(namespace: str, dropped: int) -> None:
     assert evict(shell, namespace=namespace)[0] == dropped
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_what_a_feature_takes_along_is_counted(held: bool) -> None:
+    """Who cannot be traced may read it for ever: its segment is given back, once nothing in it is held."""
+    shell = Shell()
+    peer, ghost = shell.client(), shell.client(traceable=False)
+    ghost.attach("engine")
+    ghost.prompt = True
+    read = peer.put(item("read", 2), to="engine")
+    beside = peer.put(item("beside", 3))
+    neighbour = peer.put(item("held")) if held else []
+    ghost.end(alive=True)
+    peer.drop(*read, *beside)
+    assert evict(shell, most=1) == (2, 3 * PAGE if held else 5 * PAGE), "what it may read does not come free"
+    assert evict(shell) == (0, 0)
+    assert shell.report()["pool"]["held"] == 3 * PAGE * held
+    peer.drop(*neighbour)
+    assert shell.report()["pool"]["capacity"] == 0
+
+
 def test_room_that_is_evicted_goes_to_who_waits() -> None:
     """And empty segments go back to the system."""
     shell = Shell(pages=8, segment=4, segment_linger=10.0)

@@ -7,8 +7,8 @@ import pytest
 from mmbroker.proto import messages as m
 from mmbroker.proto.keys import Key, Kind
 
-from .shell import Peer, Shell, form, key
-from .world import failed
+from .shell import Peer, Shell, form, item, key
+from .world import failed, kinds
 
 PICTURE, OTHER = key("picture", Kind.DERIVED), key("other", Kind.DERIVED)
 
@@ -183,6 +183,18 @@ def test_a_promise_counts_as_one_feature_and_so_does_what_keeps_it() -> None:
     seq = peer.call(m.Promise([OTHER]), 1.0)
     failed(peer, seq, "QuotaExceeded")
     assert isinstance(peer.answers[keep(peer, promise, PICTURE)], m.Sealed)
+
+
+def test_a_promise_that_a_refused_call_named_still_counts() -> None:
+    shell = Shell(client_budget_features=2)
+    maker, other = shell.client(), shell.client()
+    promise, _ = due(maker, PICTURE, OTHER)
+    maker.failure(m.Create([m.Item(PICTURE, form(1), promise)], to="nowhere"), "NoSuchEngine")
+    behind = maker.create(item("mine"))
+    assert kinds(other, other.create(item("theirs"))) == ["Leased"], "nobody else waits for it"
+    assert behind not in maker.answers
+    maker.cast(m.Abort([promise]))
+    assert kinds(maker, behind) == ["Leased"]
 
 
 def test_making_something_is_no_standstill_for_a_while() -> None:

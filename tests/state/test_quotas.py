@@ -207,6 +207,20 @@ def test_features_of_one_engine() -> None:
     two.drop(again)
 
 
+def test_an_engine_that_attaches_anew_has_nothing_in_flight() -> None:
+    """Whoever had its name before may read what it was granted, and nobody waits for that."""
+    shell = Shell(features_per_engine=2)
+    (old,) = shell.engine()
+    peer = shell.client()
+    held = peer.put(item("a"), item("b"), to="engine")
+    assert peer.create(item("c"), to="engine") not in peer.answers
+    old.ask(m.Detach())
+    shell.engine()
+    peer.put(item("d"), item("e"), to="engine")
+    assert peer.create(item("f"), to="engine") not in peer.answers
+    peer.drop(*held)
+
+
 def test_bytes_of_one_engine() -> None:
     shell = Shell(engine_bytes=4 * PAGE)
     shell.engine()
@@ -305,6 +319,22 @@ def test_what_a_lost_client_may_still_write_counts_for_its_namespace() -> None:
     quota(other, m.Create([item("y", 2)]), 2 * PAGE, 3 * PAGE, 4 * PAGE, "namespace_mib")
     lost.gone()
     other.put(item("y", 2))
+
+
+def test_what_a_lost_reader_may_read_is_cached_until_it_is_evicted() -> None:
+    """It counts for nobody while it can be evicted, and then for its namespace until its segment goes."""
+    shell = Shell(namespace_bytes=4 * PAGE)
+    lost, peer = shell.client(traceable=False), shell.client()
+    lost.attach("engine")
+    lost.prompt = True
+    held = peer.put(item("read", 2), to="engine") + peer.put(item("beside"))
+    lost.end(alive=True)
+    peer.drop(held[0])
+    more = peer.put(item("more", 3))
+    assert shell.client("operator", "op").ask(m.Evict(1)) == m.Evicted(1, 0)
+    quota(peer, m.Create([item("y")]), PAGE, 6 * PAGE, 4 * PAGE, "namespace_mib")
+    peer.drop(held[1], *more)
+    peer.put(item("y", 4))
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
