@@ -233,11 +233,10 @@ class Campaign:
             run["queue_ms"] = run["loop_ms"] = None
         if not last:
             run["settled"] = inside.settle(server.url, server.model, min(30.0, max(1.0, self.left() - 5)))
-        run["figures"] = figures.summary(sent)
+        run["figures"] = figures.summary(sent, load.concurrency)
         run["watch"] = watch.found
         run["texts"] = [answer.text for answer in sent.answers] if load.keep_texts else None
-        answers = [answer._asdict() for answer in sent.answers]
-        raw = {"run": run, "answers": answers, "ends": sent.ends, "firsts": sent.firsts}
+        raw = {"run": run, "answers": [answer._asdict() for answer in sent.answers], "ends": sent.ends}
         with open(self._raw, "a") as file:
             file.write(json.dumps(raw | {"stacks": stacks, "tokenizer_stacks": tokenizer}) + os.linesep)
         self.found["runs"].append(run)

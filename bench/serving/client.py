@@ -45,29 +45,18 @@ class Answer(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """`answers` to the measured requests, in their order; `ends`: when each that was answered by then was; `firsts`:
-    when the first word came to each that had got one by then, whether it was measured or answered to its end or not."""
+    """`answers` to the measured requests, in their order; `ends`: when each that was answered by then was."""
 
     answers: list[Answer]
     ends: list[float]
-    firsts: list[float]
     #: Seconds until all that were measured were answered.
     seconds: float
     #: Whether the time was over before.
     cut: bool
 
 
-async def ask(
-    session: Any,
-    url: str,
-    number: int,
-    data: bytes,
-    began: float,
-    keep: bool,
-    heard: Callable[[float], object],
-) -> Answer:
-    """One request. Never raises but when it is cancelled: what went wrong is in the answer. `heard` is told when the
-    first word has come."""
+async def ask(session: Any, url: str, number: int, data: bytes, began: float, keep: bool) -> Answer:
+    """One request. Never raises but when it is cancelled: what went wrong is in the answer."""
     sent = time.monotonic()
     first = last = 0.0
     gaps: list[float] = []
@@ -85,9 +74,7 @@ async def ask(
                     if not line.startswith(b"data:") or line.startswith(b"data: [DONE]"):
                         continue
                     now = time.monotonic()
-                    if not first:
-                        first = now
-                        heard(now - began)
+                    first = first or now
                     chunk = json.loads(line[5:])
                     if "error" in chunk:
                         error = f"in the stream: {str(chunk['error'])[:200]}"
@@ -149,8 +136,8 @@ def _serve(link: Connection, path: str, url: str, slots: int, shared: str, measu
 
             async def slot() -> None:
                 while (number := begun.next()) < count:
-                    kept = keep and number < measured
-                    link.send(await ask(session, url, number, read(number), began, kept, link.send))
+                    answer = await ask(session, url, number, read(number), began, keep and number < measured)
+                    link.send(answer)
 
             work = asyncio.gather(*(slot() for _ in range(slots)))
             enough = loop.run_in_executor(None, link.recv)
@@ -234,7 +221,6 @@ class _Inbox:
         self.answers: dict[int, Answer] = {}
         self._measured = measured
         self._ends: list[float] = []
-        self._firsts: list[float] = []
 
     def read(self, timeout: float) -> None:
         """What has come, or comes within `timeout` seconds or one."""
@@ -250,9 +236,6 @@ class _Inbox:
             if answer is None:
                 self.open.remove(link)
                 continue
-            if isinstance(answer, float):
-                self._firsts.append(answer)
-                continue
             if not answer.error:
                 self._ends.append(answer.end)
             if answer.number < self._measured:
@@ -260,8 +243,7 @@ class _Inbox:
 
     def sent(self, seconds: float) -> Sent:
         ordered = [self.answers[number] for number in sorted(self.answers)]
-        ends, firsts = sorted(self._ends), sorted(self._firsts)
-        return Sent(ordered, ends, firsts, seconds, len(ordered) < self._measured)
+        return Sent(ordered, sorted(self._ends), seconds, len(ordered) < self._measured)
 
 
 def _drain(link: Connection) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, Final
 
 from bench.stats import percentile
@@ -40,8 +39,14 @@ def _ms(seconds: float) -> float:
     return round(1000 * seconds, 2)
 
 
-def summary(sent: Sent, draws: int = DRAWS) -> dict[str, Any]:
-    """What the senders saw. Each figure has `value`, and `low` and `high` within which it would lie again."""
+def summary(sent: Sent, in_flight: int, draws: int = DRAWS) -> dict[str, Any]:
+    """What the senders saw. Each figure has `value`, and `low` and `high` within which it would lie again.
+
+    Requests a second are those in flight by the mean time of one: each is followed by the next as soon as it is
+    answered. Not answers by the seconds that they took, which are kept beside it: an engine that prefills before it
+    decodes ends all that is in flight within a moment, once every few seconds, and how many such waves a run has seen
+    is chance.
+    """
     answers = sent.answers
     good = [answer for answer in answers if not answer.error]
     failed = [answer for answer in answers if answer.error]
@@ -55,10 +60,10 @@ def summary(sent: Sent, draws: int = DRAWS) -> dict[str, Any]:
     }
     if not good:
         return found
-    chance = random.Random(len(good))
-    found["requests_per_second"] = _rate(sent.firsts, chance, draws)
     ends = sent.ends[: len(good)]
     found["answers_per_second"] = {"value": round(len(ends) / ends[-1], 3)}
+    chance = random.Random(len(good))
+    rates: list[float] = []
     # One draw of requests serves all of their figures; gaps are drawn with their requests.
     everything = samples(good)
     by_request = [[_ms(gap) for gap in answer.gaps] for answer in good]
@@ -74,6 +79,9 @@ def summary(sent: Sent, draws: int = DRAWS) -> dict[str, Any]:
                 values.sort()
                 for statistic, of in STATISTICS.items():
                     drawn.setdefault((name, statistic), []).append(of(values))
+        rates.append(_rate(in_flight, drawn["e2e", "mean"][-1]))
+    mean = STATISTICS["mean"](everything["e2e"])
+    found["requests_per_second"] = _figure(_rate(in_flight, mean), sorted(rates), 3)
     for name in TIMES:
         if values := sorted(everything[name]):
             found[f"{name}_ms"] = {
@@ -83,26 +91,9 @@ def summary(sent: Sent, draws: int = DRAWS) -> dict[str, Any]:
     return found
 
 
-def _rate(firsts: Sequence[float], chance: random.Random, draws: int) -> dict[str, float]:
-    """First words a second, whoever's they were, from when the pipeline was full: after an eighth of them.
-
-    Not answers' ends: an engine that prefills before it decodes ends all that are in flight within a moment, once every
-    few seconds, and it is chance how many such waves a run has seen.
-    """
-    steady = firsts[len(firsts) // 8 :]
-    gaps = [b - a for a, b in pairwise(steady)] or [steady[0]]
-    rates = sorted(len(gaps) / max(1e-9, sum(_blocks(gaps, chance))) for _ in range(draws))
-    return _figure(len(gaps) / max(1e-9, sum(gaps)), rates, 3)
-
-
-def _blocks(gaps: Sequence[float], chance: random.Random) -> list[float]:
-    """As many gaps as there are, drawn in runs: neighbours depend on each other, because batches end together."""
-    size = max(1, len(gaps) // 10)
-    drawn: list[float] = []
-    while len(drawn) < len(gaps):
-        start = chance.randrange(len(gaps) - size + 1)
-        drawn += gaps[start : start + size]
-    return drawn[: len(gaps)]
+def _rate(in_flight: int, mean: float) -> float:
+    """By Little's law; `mean` in milliseconds."""
+    return 1000 * in_flight / max(1e-6, mean)
 
 
 def _figure(value: float, drawn: Sequence[float], digits: int) -> dict[str, float]:

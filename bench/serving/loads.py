@@ -63,7 +63,7 @@ GOALS: Final = (
     Load("eight-x4", 8, (640, 480), 128, repeats=4),
 )
 #: Nine pictures of ten have come before.
-KNOWN: Final = Load("eight-x10", 8, (640, 480), 128, repeats=10)
+KNOWN: Final = Load("eight-x10", 8, (640, 480), 512, repeats=10)
 #: Six that span the matrix.
 SPAN: Final = (
     "720p-1-short-c4",
