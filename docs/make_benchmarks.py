@@ -317,8 +317,9 @@ def reuse(found: dict[str, Any]) -> Lines:
 
 
 def serve() -> Lines:
-    """Every stored run of `bench/serve.py`, the newest last."""
-    files = sorted(RESULTS.glob("serve-*.json"))
+    """Every stored run of `bench/serve.py`, the newest first."""
+    files = sorted(RESULTS.glob("serve-*.json"), key=lambda file: file.stem)
+    files.sort(key=lambda file: json.loads(file.read_text())["date"], reverse=True)
     if not files:
         yield "No run is stored yet."
     for file in files:
@@ -349,6 +350,31 @@ def serve() -> Lines:
                 yield ""
         for line in found["left_out"]:
             yield f"Left out: {line['transport']}, {line['load']}: {line['why'].splitlines()[-1]}"
+
+
+def thread(found: dict[str, Any]) -> Lines:
+    """Milliseconds of the scheduler's thread for a request, by what it does; and how much faster its engine would be if
+    all of its transport took no time, and nothing else changed."""
+    yield from table(
+        ("load", "transport", ">requests/s", ">ms a request: transport", ">the model", ">scheduling", ">idle",
+         ">times, without transport"),
+        [
+            (
+                run["load"]["name"],
+                run["transport"],
+                number(rate),
+                *(number(1000 * share / rate) for share in _shares(run["profile"])),
+                f"{1 / (1 - run['profile']['transport']):.2f}",
+            )
+            for run in found["runs"]
+            if run["profile"].get("shares")
+            for rate in (run["figures"]["requests_per_second"]["value"],)
+        ],
+    )  # fmt: skip
+
+
+def _shares(profile: dict[str, Any]) -> tuple[float, ...]:
+    return (profile["transport"], *(profile["shares"][kind] for kind in ("forward", "schedule", "idle")))
 
 
 def _goals(goals: Sequence[dict[str, Any]]) -> Lines:
@@ -427,6 +453,7 @@ TABLES: dict[str, Maker] = {
     "gpu_memory": gpu_memory,
     "missed": missed,
     "serve": serve,
+    "thread": thread,
     "sharing": sharing,
     "sharing_known": sharing_known,
     "sharing_gpu": sharing_gpu,
