@@ -126,7 +126,7 @@ def _run(words: list[str]) -> int:
         wanted = loads.matrix() if asked.matrix else loads.named(asked.only or _default(asked.gpu, asked.url))
         extra = tuple(_pair(one, "=") for one in asked.server)
         known = {**TRANSPORTS, **dict(extra)}
-        default = ",".join(["cpu", "cuda_ipc", "broker-gpu"] if asked.gpu else ["cpu", "broker"])
+        default = ",".join(["cpu", "cuda_ipc", "broker-cpu"] if asked.gpu else ["cpu", "broker"])
         chosen = tuple((asked.transports or default).split(","))
         if unknown := [name for name in chosen if name not in known]:
             raise ValueError(f"there is no transport {', '.join(unknown)}; there are {', '.join(known)}")

@@ -42,20 +42,36 @@ def value(found: Mapping[str, Any], transport: str, load: str, *path: str) -> fl
 
 
 def memory(found: Mapping[str, Any], transport: str, load: str) -> float | None:
-    """MiB of GPU memory of tokenizers and broker at their peak; None if the driver does not tell.
+    """MiB of GPU memory of tokenizers and broker at their peak; None if the driver does not tell."""
+    peaks = _memories(found, transport, load)
+    return statistics.median(map(sum, peaks)) if peaks else None
+
+
+def _memories(found: Mapping[str, Any], transport: str, load: str) -> list[tuple[float, float]]:
+    """Of each turn MiB of the tokenizers, and of the broker; nothing if the driver does not tell.
 
     The driver counts by context, and the broker has none: what it has is what its own books say, if that is more.
     """
     peaks = []
     for run in runs(found, transport, load):
         if run["watch"]["gpu_left_out"]:
-            return None
+            return []
         told = dict.fromkeys(("tokenizer", "broker"), 0.0)
         for process in run["watch"]["processes"]:
             if process["role"] in told:
                 told[process["role"]] += process["gpu_mib"] or 0.0
-        peaks.append(told["tokenizer"] + max(told["broker"], run.get("device_arena_mib") or 0.0))
-    return statistics.median(peaks) if peaks else None
+        peaks.append((told["tokenizer"], max(told["broker"], run.get("device_arena_mib") or 0.0)))
+    return peaks
+
+
+def carried(found: Mapping[str, Any], transport: str, load: str) -> float | None:
+    """MiB of GPU memory that a transport takes: the broker's, and what tokenizers have beyond those whose features stay
+    on the CPU. That some have less, because they are not on the GPU at all, is no merit of it."""
+    bare, mine = (_memories(found, one, load) for one in ("cpu", transport))
+    if not (bare and mine):
+        return None
+    alone = statistics.median(tokenizers for tokenizers, _ in bare)
+    return statistics.median(broker + max(0.0, tokenizers - alone) for tokenizers, broker in mine)
 
 
 def judge(found: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -84,14 +100,10 @@ def judge(found: Mapping[str, Any]) -> list[dict[str, Any]]:
                 value(found, ours, load, "profile", "transport"),
                 True,
             )
-            mine, other, bare = (memory(found, t, load) for t in (ours, "cuda_ipc", "cpu"))
-            if mine is not None and other is not None and bare is not None:
-                goal(
-                    f"{ours}, {load}: GPU memory for transport, MiB (a third of cuda_ipc's)",
-                    max(0.0, other - bare) * _MEMORY,
-                    max(0.0, mine - bare),
-                    True,
-                )
+            mine, other = (carried(found, t, load) for t in (ours, "cuda_ipc"))
+            if mine is not None and other is not None:
+                what = f"{ours}, {load}: GPU memory for transport, MiB (a third of cuda_ipc's)"
+                goal(what, other * _MEMORY, mine, True)
     return made
 
 

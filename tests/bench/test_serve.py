@@ -252,6 +252,11 @@ def test_the_goals_are_judged_for_each_way_through_the_broker() -> None:
     assert judged["broker-gpu, eight: share of the scheduler thread in transport"]["measured"] == 0.01
     memory = judged["broker-gpu, one: GPU memory for transport, MiB (a third of cuda_ipc's)"]
     assert (memory["measured"], memory["goal"], memory["met"]) == (310.0, 400.0, True)
+    for run in found["runs"]:  # workers that are not on the GPU
+        if run["transport"] == "broker-gpu":
+            run["watch"]["processes"][0]["gpu_mib"] = None
+    assert goals.carried(found, "broker-gpu", "one") == 300.0
+    assert goals.memory(found, "broker-gpu", "one") == 300.0
     slow = {goal["what"]: goal["met"] for goal in result(cpu=3.0, cuda_ipc=1.5, broker=2.9)["goals"]}
     assert not slow["broker, one: times the requests/s of cpu"]
     assert not slow["broker, one: TTFT p99 lower than cuda_ipc's, ms"]
