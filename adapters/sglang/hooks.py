@@ -69,6 +69,8 @@ def begin_tokenizer(original: Original, manager: Any) -> None:
     setattr(manager, _OURS, producer)
     if getattr(manager, "mm_processor", None) is not None:
         setattr(manager.mm_processor, _OURS, producer)
+        if asked.on_cpu or seams.current().artifacts:
+            seams.warn_of_overrides(manager.mm_processor)
         if asked.on_cpu:
             from . import preprocessing
 
@@ -76,7 +78,6 @@ def begin_tokenizer(original: Original, manager: Any) -> None:
         if seams.current().artifacts:
             from . import artifacts
 
-            seams.warn_of_overrides(manager.mm_processor)
             producer.artifacts = artifacts.enable(manager.mm_processor, manager.server_args, producer.asking)
         measure.counters.add("content" if producer.artifacts is None else "derived")
     export.start(manager.server_args, asked.engine, None)
