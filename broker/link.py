@@ -151,8 +151,7 @@ class Link(Receiver):
             return job()
         self.check()
         future: Future[T] = Future()
-        self._jobs.append(lambda: _fulfil(future, job))
-        self.wake()
+        self.later(lambda: _fulfil(future, job))
         try:
             return future.result(timeout)
         except FutureTimeout:

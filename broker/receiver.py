@@ -201,6 +201,11 @@ class Receiver(ABC):
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
 
+    def later(self, job: Callable[[], None]) -> None:
+        """Have a job, which must not fail, done by the receiver thread, after those that it was given before."""
+        self._jobs.append(job)
+        self.wake()
+
     def remind(self) -> None:
         """Have the chores run when the receiver thread is next awake. From any thread and finaliser."""
         self._chores_due = 0.0
