@@ -205,6 +205,16 @@ class Receiver(ABC):
         """Have a job, which must not fail, done by the receiver thread, after those that it was given before."""
         self._jobs.append(job)
         self.wake()
+        if self._closed:  # it has looked for the last time
+            self._do_jobs()
+
+    def _do_jobs(self) -> None:
+        while self._jobs:
+            try:
+                job = self._jobs.popleft()
+            except IndexError:  # another thread was faster
+                return
+            job()
 
     def remind(self) -> None:
         """Have the chores run when the receiver thread is next awake. From any thread and finaliser."""
@@ -243,6 +253,7 @@ class Receiver(ABC):
             with self._end:
                 self._closed = True
                 os.close(self._wake_fd)
+            self._do_jobs()  # whoever waits for one hears that it is too late
 
     def _serve(self) -> None:
         """Receive until the session is over, for whatever reason."""
@@ -331,8 +342,7 @@ class Receiver(ABC):
 
     def _do_chores(self) -> float:
         mapping.sweep()
-        while self._jobs:
-            self._jobs.popleft()()
+        self._do_jobs()
         try:
             return min(_TICK, self.chores(time.monotonic()))
         except Exception:

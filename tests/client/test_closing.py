@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,9 @@ import torch
 
 import mmbroker
 from mmbroker import tensors
+from mmbroker.proto import messages as m
 from mmbroker.proto.errors import BrokerUnavailable
+from tests.client.peer import Peer
 from tests.conftest import StartBroker
 from tests.kit import eventually
 
@@ -26,7 +28,7 @@ def started(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseExce
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)  # a test that fails leaves it waiting
     thread.start()
     return thread, errors
 
@@ -54,4 +56,64 @@ def test_a_put_that_writes(start_broker: StartBroker, monkeypatch: pytest.Monkey
     assert broker.status()["quarantined"] == (4096 if when == "amid" else 0)
     go.set()
     thread.join()
+    assert [type(error) for error in errors] == [BrokerUnavailable]
+
+
+@pytest.fixture
+def peer(no_leaks: None) -> Iterator[Callable[..., Peer]]:
+    made: list[Peer] = []
+
+    def make(*args: Any) -> Peer:
+        made.append(Peer(*args))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_session_that_is_being_introduced(peer: Callable[..., Peer]) -> None:
+    """The broker has not answered the attachment to a new session yet: closing does not wait for that."""
+
+    def handler(peer: Peer, call: m.Call) -> m.Reply | None:
+        return m.Attached(True) if peer.sessions == 1 else None
+
+    it = peer(handler)
+    client = mmbroker.connect(it.directory, timeout=600)
+    client.attach(engine="a")
+    it.hang_up()
+    eventually(lambda: sum(isinstance(call.body, m.Attach) for call in it.calls) == 2, "a new session")
+    thread, errors = started(client.close)
+    try:
+        thread.join(20)
+        assert not thread.is_alive()
+    finally:
+        it.hang_up()
+        thread.join()
+    assert not errors
+
+
+def test_an_attachment_that_has_not_begun(peer: Callable[..., Peer]) -> None:
+    """The receiver thread ends before it gets to it: the caller hears of that, and does not wait for its deadline."""
+    hold, go = threading.Event(), threading.Event()
+    it = peer(lambda peer, call: m.Found([]))
+    client = mmbroker.connect(it.directory)
+    link = client._link
+
+    def held(leases: list[int]) -> None:
+        hold.set()
+        go.wait(20)
+
+    link.on_broken = held
+    it.handler = lambda peer, call: peer.tell(m.Broken([1]))
+    link.cast(m.Lookup([]))
+    assert hold.wait(20)
+    it.handler = lambda peer, call: m.Found([])
+    attaching, errors = started(lambda: client.attach(engine="a", timeout=600))
+    eventually(lambda: link._jobs, "the attachment, waiting")
+    closing, _ = started(client.close)
+    eventually(lambda: link._closing, "the end")
+    go.set()
+    closing.join()
+    attaching.join(20)
     assert [type(error) for error in errors] == [BrokerUnavailable]
