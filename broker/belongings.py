@@ -199,8 +199,12 @@ class Belongings:
             table.attach(timeout)
         except BaseException:
             self.tables.remove(table)
+            self.detach()  # the broker may have attached it, or will
             raise
-        if not table.attached:  # it took so long that the caller has given up
+
+    def detach(self) -> None:
+        """Be no rank any more, unless of a table that is open. In the receiver thread."""
+        if not any(table.attached for table in self.tables):
             self.link.cast(Detach())
 
     # --- counters ---------------------------------------------------------------------------------------------------

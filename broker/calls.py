@@ -8,11 +8,9 @@ from mmbroker.proto.errors import BrokerError
 from mmbroker.proto.messages import (
     Abort,
     Attach,
-    Attached,
     Body,
     Create,
     Created,
-    Detach,
     Drop,
     Due,
     Found,
@@ -54,8 +52,6 @@ def undoing(answer: Reply | None) -> list[Body]:
             holds = [ref.hold for ref in refs if ref is not None]
         case Sealed(refs=sealed):
             holds = [ref.hold for ref in sealed]
-        case Attached():
-            return [Detach()]
     return [*([Drop(holds)] if holds else []), *([Abort(leases)] if leases else [])]
 
 

@@ -385,7 +385,9 @@ class Client:
             raise ValueError(f"access is 'copy' or 'readonly', not {access!r}")
         if not (device in ("cpu", "cuda") or device.startswith(("cuda:", "GPU-"))):
             raise ValueError(f"device is 'cpu', 'cuda', 'cuda:N' or a GPU's UUID, not {device!r}")
-        table = FeatureTable(self._link, engine, rank, world, device, access, lazy, self._own.gpu)
+        table = FeatureTable(
+            self._link, engine, rank, world, device, access, lazy, self._own.gpu, self._own.detach
+        )
         self._own.attach(table, timeout)
         return table
 

@@ -41,6 +41,7 @@ from .mapping import Mapping
 _FD_BYTES: Final = struct.calcsize("i")
 #: As a plain number: arithmetic with pyzmq's own takes several times as long.
 _POLLIN: Final = int(zmq.POLLIN)
+_POLLOUT: Final = int(zmq.POLLOUT)
 #: Most messages handled in one go, so that the receiver thread gets to its other duties.
 _BATCH: Final = 256
 #: How long a message that names a segment may wait for the segment's descriptor, in seconds.
@@ -204,12 +205,14 @@ class Connection:
         while self._outbox and self._lock.acquire(blocking=False):
             try:
                 sent = self._flush()
-                # Sending may have taken in the signal of a message that came meanwhile: pass it on.
-                if self._dealer is not None and int(self._dealer.getsockopt(zmq.EVENTS)) & _POLLIN:
+                # Sending, and looking, may have taken in the signal of what came meanwhile: pass on that of a message;
+                # that of room for more is for us.
+                events = 0 if self._dealer is None else int(self._dealer.getsockopt(zmq.EVENTS))
+                if events & _POLLIN:
                     self._wake()
             finally:
                 self._lock.release()
-            if not sent:
+            if not (sent or events & _POLLOUT):
                 return
 
     def _flush(self) -> bool:
@@ -242,9 +245,11 @@ class Connection:
             sent = self._flush()
             while len(batch) < _BATCH and int(dealer.getsockopt(zmq.EVENTS)) & _POLLIN:
                 batch.append(dealer.recv(zmq.NOBLOCK))
-        if sent and self._outbox:  # posted by somebody who found us at it
+            # The signal of room for more may have been taken in by looking for messages, and is not given twice.
+            events = 0 if sent else int(dealer.getsockopt(zmq.EVENTS))
+        if self._outbox and (sent or events & _POLLOUT):  # or posted by somebody who found us at it
             self._wake()
-        return batch, len(batch) == _BATCH
+        return batch, len(batch) == _BATCH or bool(events & _POLLIN)
 
     @property
     def backlog(self) -> int:
@@ -376,7 +381,9 @@ class Connection:
             self.read_lifeline()
 
     def forget(self, segments: list[int]) -> None:
-        """Retired segments: their maps go when nothing of them is alive any more."""
+        """Retired segments: their maps go when nothing of them is alive any more. For the receiver thread."""
+        self.read_lifeline()  # a descriptor that came before the word, and was not read yet, would stay for good
+        self._fresh = [number for number in self._fresh if number not in segments]
         for segment in segments:
             for writable in (False, True):
                 found = self._segments.pop((segment, writable), None)

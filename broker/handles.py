@@ -17,7 +17,7 @@ from mmbroker.proto.reference import Reference
 
 from .connection import Connection
 from .cuda import DriverError
-from .gpu import Fence, Gpu, Place
+from .gpu import Exporter, Fence, Gpu, Place
 from .tensors import Source, export, layout
 
 if TYPE_CHECKING:
@@ -172,9 +172,10 @@ class Lease:
         self._private = private
         self._tensors: list[torch.Tensor] | None = None
         self._exporter: weakref.ref[Any] | None = None
-        on_device = leased.tier == "device" and leased.segment
-        self._gpu = owner.gpu(connection.device) if on_device else None
         self._touched = False  # our streams may be writing it
+        self._gpu: Gpu | None = None
+        if leased.tier == "device" and leased.segment:
+            self._gpu = owner.gpu(connection.device)
 
     @property
     def lease(self) -> Lease:
@@ -185,14 +186,18 @@ class Lease:
     def tensor(self) -> torch.Tensor:
         """The slot as a tensor of the feature's dtype and shape, to be written."""
         self.check()
-        if self._tensors is None and self._gpu is not None:
-            self._tensors, self._exporter = self._gpu.build(
-                layout(self.form), self._place(self._gpu), self.form.nbytes
-            )
-        elif self._tensors is None:
-            self._tensors, exporter = export(layout(self.form), self.memory())
-            self._exporter = weakref.ref(exporter)
-        return self._tensors[0]
+        tensors = self._tensors
+        if tensors is None:
+            if self._gpu is not None:
+                tensors, self._exporter = self._gpu.build(
+                    layout(self.form), self._place(self._gpu), self.form.nbytes
+                )
+            else:
+                tensors, exporter = export(layout(self.form), self.memory())
+                self._exporter = weakref.ref(exporter)
+            self.check()  # closed by another thread before it could see the exporter, its slot is somebody else's now
+            self._tensors = tensors
+        return tensors[0]
 
     def memory(self) -> memoryview:
         """The slot's bytes, writable."""
@@ -207,10 +212,18 @@ class Lease:
 
     def write(self, source: Source) -> None:
         """Copy the whole feature into the slot. Waits until it is there."""
-        if self._gpu is not None:
-            self._gpu.write(self._place(self._gpu), source.tensors, layout(self.form))
-        else:
-            source.write(self.memory())
+        writing = Exporter(None)  # a client that is closed meanwhile does not give the slot away under us
+        try:
+            self._exporter = weakref.ref(writing)
+            if self.closed:  # looked at only now: whoever closed it before has not seen that we write
+                self._owner.link.check()
+                self.check()
+            if self._gpu is not None:
+                self._gpu.write(self._place(self._gpu), source.tensors, layout(self.form))
+            else:
+                source.write(self.memory())
+        finally:
+            del writing  # a traceback would keep it
 
     def check(self) -> None:
         """Raise unless the slot is still to be written by us."""

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from itertools import count
-from typing import Final, TypeVar
+from typing import Final, NoReturn, TypeVar
 
 from mmbroker.proto.errors import (
     BrokerError,
@@ -76,7 +76,7 @@ class Link(Receiver):
         if (self.connected and not self._closing) or threading.current_thread() is self._thread:
             return
         if self._closing:
-            raise BrokerUnavailable("this client is closed: connect a new one")
+            self._refuse()
         if not self.connected:
             raise BrokerLost(
                 f"no connection to the broker at {self.directory} ({self._why}); the client keeps trying to reconnect"
@@ -127,6 +127,8 @@ class Link(Receiver):
         # The receiver thread itself, in `on_connected`: it has to receive while it waits.
         deadline = time.monotonic() + seconds
         while waiter.arrived.locked() and (left := deadline - time.monotonic()) > 0:
+            if self._closing and not self.connected:  # nobody needs the new session any more
+                self._refuse()
             self._receive(left)
         return not waiter.arrived.locked()
 
@@ -151,14 +153,16 @@ class Link(Receiver):
             return job()
         self.check()
         future: Future[T] = Future()
-        self._jobs.append(lambda: _fulfil(future, job))
-        self.wake()
+        self.later(lambda: _fulfil(future, self._refuse if self._closed else job))
         try:
             return future.result(timeout)
         except FutureTimeout:
             if future.done():  # the job's own error, which may be a time-out too
                 raise
             raise DeadlineExceeded(f"the client's receiver thread was busy for {timeout:g} s") from None
+
+    def _refuse(self) -> NoReturn:
+        raise BrokerUnavailable("this client is closed: connect a new one")
 
     # --- in the receiver thread -------------------------------------------------------------------------------------
 

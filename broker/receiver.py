@@ -201,6 +201,21 @@ class Receiver(ABC):
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
 
+    def later(self, job: Callable[[], None]) -> None:
+        """Have a job, which must not fail, done by the receiver thread, after those that it was given before."""
+        self._jobs.append(job)
+        self.wake()
+        if self._closed:  # it has looked for the last time
+            self._do_jobs()
+
+    def _do_jobs(self) -> None:
+        while self._jobs:
+            try:
+                job = self._jobs.popleft()
+            except IndexError:  # another thread was faster
+                return
+            job()
+
     def remind(self) -> None:
         """Have the chores run when the receiver thread is next awake. From any thread and finaliser."""
         self._chores_due = 0.0
@@ -238,6 +253,7 @@ class Receiver(ABC):
             with self._end:
                 self._closed = True
                 os.close(self._wake_fd)
+            self._do_jobs()  # whoever waits for one hears that it is too late
 
     def _serve(self) -> None:
         """Receive until the session is over, for whatever reason."""
@@ -326,8 +342,7 @@ class Receiver(ABC):
 
     def _do_chores(self) -> float:
         mapping.sweep()
-        while self._jobs:
-            self._jobs.popleft()()
+        self._do_jobs()
         try:
             return min(_TICK, self.chores(time.monotonic()))
         except Exception:

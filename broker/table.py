@@ -73,10 +73,13 @@ class FeatureTable:
         access: str,
         lazy: bool,
         gpus: Callable[[str], Gpu],
+        detach: Callable[[], None],
     ) -> None:
-        """`gpus` has the client's `Gpu` by UUID."""
+        """`gpus` has the client's `Gpu` by UUID. `detach`, in the receiver thread, ends the client's attachment unless
+        another table has it."""
         self._residence = Residence(link, engine)
         self._gpus = gpus
+        self._detach = detach
         self.path = "host"
         self.lazy = lazy
         self._put_off: list[Grant | Offer] = []  # until graphs are captured
@@ -229,6 +232,10 @@ class FeatureTable:
         self._open = False
         try:
             self._link.call(Detach(), timeout)
+        except BaseException:
+            # Perhaps it was never sent, because the receiver thread is attaching us to a new session at this moment.
+            self._link.later(self._detach)
+            raise
         finally:
             self._withdraw(list(self._entries))
             self._link.wake()
@@ -403,6 +410,7 @@ class FeatureTable:
     def give_up(self) -> None:
         """Nobody waits for the attachment any more."""
         self._open = False
+        self._link.later(self._detach)
 
     def attach(self, timeout: float | None = None) -> None:
         """Tell the broker who we are; also after each reconnection."""
@@ -435,12 +443,14 @@ class FeatureTable:
         """Take a path, and tell the broker which."""
         self._residence.gpu = path.gpu or self.gpu  # what was entered before needs it
         self._residence.shared = path.name == "device"  # offers may come before the answer
-        reply = self._link.call(
-            Attach(
-                self.engine, self.rank, self.world, path.device, self.access, self.lazy, path.name, path.why
-            ),
-            timeout,
+        call = Attach(
+            self.engine, self.rank, self.world, path.device, self.access, self.lazy, path.name, path.why
         )
+        try:
+            reply = self._link.call(call, timeout)
+        finally:
+            if not self._open:  # closed meanwhile: its word may have come before ours
+                self._detach()
         self.path = path.name
         self._residence.shared = isinstance(reply, Attached) and reply.tier == "device"
         self._next_try = time.monotonic() + self._try_pause if path.full else math.inf

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import mmbroker
+from mmbroker import handles
 from mmbroker.proto.errors import LeaseBroken, LeaseClosed
 from tests.conftest import StartBroker
 from tests.kit import BrokerProcess, eventually
@@ -176,3 +178,19 @@ def test_the_second_writer_of_a_key(broker: BrokerProcess) -> None:
         mine.seal()
         waiting.join()
         assert isinstance(found[0], mmbroker.Hit)
+
+
+def test_a_lease_that_is_closed_while_its_tensor_is_made(
+    client: mmbroker.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a thread that closes the client: the slot is given back then, and must not be written."""
+    mine = lease(client)
+    export = handles.export
+
+    def late(*args: Any) -> Any:
+        mine.abort()
+        return export(*args)
+
+    monkeypatch.setattr(handles, "export", late)
+    with pytest.raises(LeaseClosed):
+        _ = mine.tensor

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import zmq
 
 import mmbroker
 from mmbroker import connection
@@ -367,6 +368,26 @@ def test_a_broken_lifeline_ends_the_session(
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
+def test_a_segment_that_retires_before_its_descriptor_is_read(
+    client: Callable[[Handler], tuple[Peer, mmbroker.Client]],
+) -> None:
+    """The two come by different ways: the descriptor, which was sent first, may be read last."""
+    it, mine = client(lambda peer, call: m.Found([]))
+    link = mine._link
+    before = Leaks()
+
+    def retire() -> None:
+        it.segment(1, 4096, writable=False)
+        link._dispatch(link._connection, m.encode(m.Retired([1])))
+        assert not link._connection._segments
+        assert not link.fresh_segments()
+
+    link.run(retire, 20)
+    mine._link.call(m.Lookup([]))
+    assert not link._connection._segments
+    before.check()
+
+
 # --- the outbox -----------------------------------------------------------------------------------------------------
 
 
@@ -395,6 +416,75 @@ def test_casts_to_a_peer_that_does_not_read_are_kept_in_order(
     eventually(lambda: sum(isinstance(c.body, m.Drop) for c in it.calls) == 6000, "all casts")
     assert [c.body.holds[0] for c in it.calls if isinstance(c.body, m.Drop)] == list(range(6000))
     assert mine._link.backlog == 0
+
+
+@pytest.mark.parametrize("who", ["caller", "receiver"])
+def test_room_that_comes_while_it_is_looked_for(
+    peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """ZeroMQ signals each change once. What it signals while a message is refused is not missed by those who look."""
+    monkeypatch.setattr("mmbroker.receiver._TICK", 600.0)  # nobody looks by chance
+    stuck, go = threading.Event(), threading.Event()
+
+    def handler(peer: Peer, call: m.Call) -> m.Reply | None:
+        if isinstance(call.body, m.Status):
+            stuck.set()
+            go.wait(30)
+        return None
+
+    it = peer(handler)
+    link = Link(it.directory)
+    dealer = link._connection._dealer
+    assert dealer is not None
+    busy, free = threading.Event(), threading.Event()
+    looking = [who == "caller"]
+    taken: list[bytes] = []
+
+    def drops() -> int:
+        return sum(isinstance(call.body, m.Drop) for call in it.calls)
+
+    class Late:
+        """Is refused, and there is room before anybody looks again."""
+
+        def send(self, data: bytes, flags: int) -> None:
+            try:
+                dealer.send(data, flags)
+                taken.append(data)
+            except zmq.Again:
+                if looking[0] and not go.is_set():
+                    go.set()
+                    eventually(
+                        lambda: drops() == len(taken), "all that was taken, which is signalled by then"
+                    )
+                raise
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(dealer, name)
+
+    def fill(full: Callable[[], bool]) -> int:
+        for n in range(100_000):
+            if full():
+                return n
+            link.cast(m.Drop([n]))
+        raise AssertionError("a pipe without an end")
+
+    try:
+        link.cast(m.Status())
+        assert stuck.wait(20)
+        link.later(lambda: (busy.set(), free.wait(20), None)[-1])  # the receiver thread is at something else
+        assert busy.wait(20)
+        monkeypatch.setattr(link._connection, "_dealer", Late())
+        sent = fill(go.is_set if who == "caller" else lambda: link.backlog > 5000)
+        if who == "receiver":
+            looking[0] = True
+            link.wake()
+        free.set()
+        eventually(lambda: drops() == sent, "all casts")
+    finally:
+        go.set()
+        free.set()
+        monkeypatch.undo()
+        link.close()
 
 
 def test_a_call_too_long_to_be_read(client: Callable[[Handler], tuple[Peer, mmbroker.Client]]) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from mmbroker import table as table_module
 from mmbroker.cuda.fake_faults import VARIABLE
+from mmbroker.gpu import Gpu
+from mmbroker.link import Link
+from mmbroker.path import Path
 from tests.cuda.rig import Rig as Driven
 from tests.gpu.bench import Bench
 from tests.gpu.conftest import UUIDS
@@ -107,6 +113,41 @@ def test_a_full_gpu_is_left_for_later(fake: Driven, make_bench: Callable[..., Be
     eventually(lambda: bench.tables[-1].path == "device", "room on the GPU")
     with bench.client.put(FEATURE, to="a") as held:
         bench.read_on_device(bench.tables[-1], held, FEATURE)
+
+
+def test_a_move_that_is_answered_too_late(
+    fake: Driven, make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker stands still while a rank says that it moves to the device: it stays a rank."""
+    bench = make_bench(fake, device_mib=4, segment_mib=4)
+    there = [bench.client.put(bench.device_tensor(block(2, seed=i)), tier="device") for i in range(2)]
+    stopped = threading.Event()
+    again = table_module.again
+
+    def stopping(link: Link, gpu: Gpu) -> Path:
+        path = again(link, gpu)
+        bench.broker.process.send_signal(signal.SIGSTOP)
+        stopped.set()
+        return path
+
+    works(bench, "pinned", "--device-mib")
+    link = bench.tables[-1]._link
+    with monkeypatch.context() as patched:
+        patched.setattr(table_module, "again", stopping)
+        patched.setattr(table_module, "PATIENCE", 0.05)
+        for one in there:
+            one.drop()
+        try:
+            assert stopped.wait(20)
+            link.run(lambda: None, 20)  # the move was given up
+            before = link.late_answers
+        finally:
+            bench.broker.process.send_signal(signal.SIGCONT)
+    eventually(lambda: link.late_answers > before, "the answer")
+    assert bench.rank()["path"] == "device"
+    with bench.client.put(FEATURE, to="a") as held:
+        bench.read_on_device(bench.tables[-1], held, FEATURE)
+    eventually(lambda: bench.tables[-1].path == "device", "the move")
 
 
 def test_a_path_that_fails_is_not_tried_again(faked: Bench) -> None:

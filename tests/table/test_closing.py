@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import mmbroker
-from mmbroker.proto.errors import FeatureError
-from mmbroker.proto.messages import Body, Detach, Reply
+from mmbroker.proto.errors import BrokerLost, FeatureError
+from mmbroker.proto.messages import Attach, Body, Detach, Reply
 from tests.kit import BrokerProcess, eventually
 
 
@@ -44,3 +47,50 @@ def test_granted_before_the_broker_knows(
         for one in (*uses, *held):
             one.__exit__(None, None, None)
         eventually(lambda: not broker.status()["holds"], "nothing left")
+
+
+@pytest.mark.parametrize("when", ["amid", "after"])
+def test_closed_while_it_is_attached_anew(
+    broker: BrokerProcess, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no session that the caller could tell it; the broker knows nevertheless, as soon as there is one."""
+    with mmbroker.connect(broker.directory) as engine:
+        table = engine.attach(engine="a", access="readonly")
+        done = threading.Event()
+
+        def close() -> None:
+            with pytest.raises(BrokerLost):
+                table.close()
+            done.set()
+
+        def closing(after: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                result = after(*args)
+                if not table.attached or (args and not isinstance(args[0], Attach)):
+                    return result
+                thread = threading.Thread(target=close)
+                thread.start()
+                thread.join()
+                return result
+
+            return call
+
+        if when == "amid":
+            monkeypatch.setattr(engine._link, "call", closing(engine._link.call))
+        else:
+            monkeypatch.setattr(table, "_tell_kept", closing(table._tell_kept))
+        engine._link._connection.lifeline.shutdown(socket.SHUT_RDWR)
+        assert done.wait(20)
+        eventually(lambda: engine.connected, "a new session")
+        eventually(lambda: not broker.status()["engines"], "no rank")
+        again = engine.attach(engine="a", access="readonly")
+        again.close()
+
+
+def test_closed_in_no_time(broker: BrokerProcess) -> None:
+    """The caller has no time left to tell the broker."""
+    with mmbroker.connect(broker.directory) as engine:
+        table = engine.attach(engine="a")
+        with pytest.raises(mmbroker.DeadlineExceeded):
+            table.close(-1)
+        engine.attach(engine="a").close()
