@@ -510,8 +510,12 @@ def test_the_mover_leaves_while_it_fetches(broker: BrokerProcess, store: FakeSto
 
 
 def test_there_is_one_for_a_namespace(here: Machine, store: FakeStore) -> None:
-    with pytest.raises(mmbroker.BrokerError, match="tier"):
-        Mover(Link(here.broker.directory, "second"), store, Options(), lambda: 0.0)
+    link = Link(here.broker.directory, "second")
+    try:
+        with pytest.raises(mmbroker.BrokerError, match="tier"):
+            Mover(link, store, Options(), lambda: 0.0)
+    finally:
+        link.close()  # or the tests to come have its thread, too
     assert here.tier()["open"]
 
 
