@@ -54,12 +54,13 @@ async def _run(pool: ThreadPoolExecutor, call: Callable[[], T], undo: Callable[[
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
         if not future.cancel():
-            future.add_done_callback(partial(_undo, undo))
+            with contextlib.suppress(RuntimeError):  # the client is closed: nothing is left to be undone
+                pool.submit(_undo, undo, future)  # it may wait for the broker, which the event loop must not
         raise
 
 
 def _undo(undo: Callable[[Any], object], future: Future[Any]) -> None:
-    if not future.cancelled() and future.exception() is None:
+    if future.exception() is None:
         with contextlib.suppress(BrokerError):
             undo(future.result())
 

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, Final, TypeVar
 
@@ -37,6 +38,7 @@ from mmbroker.proto.reference import Reference
 
 from . import cuda
 from .connection import Connection
+from .cuda import DriverError
 from .gpu import Gpu
 from .handles import Held, Lease, Slot
 from .link import Link
@@ -330,16 +332,21 @@ class Belongings:
         )
 
     def _take_leave(self) -> None:
-        """Give everything back, and wait until the broker has read it: what is still in a socket at its end is lost."""
+        """Give everything back, and wait until the broker has read it: what is still in a socket at its end is lost.
+
+        A broker that is late to one step may be in time for the next.
+        """
         for table in list(self.tables):
-            table.close(_FAREWELL)
+            with suppress(BrokerError):
+                table.close(_FAREWELL)
         for watch in list(self._leases.values()):
             lease = watch()
             if lease is not None:
                 lease.abort()
         for gpu in self._gpus.values():
-            gpu.await_copies()
-            gpu.await_readers()
+            with suppress(DriverError):
+                gpu.await_copies()
+                gpu.await_readers()
         self._chores(time.monotonic())
         holds = iter([hold for session, hold in list(self._holds) if session == self.link.session])
         while batch := list(islice(holds, 4096)):

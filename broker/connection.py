@@ -93,9 +93,11 @@ class Connection:
     def _shake_hands(self, directory: Path, name: str, namespace: str | None, deadline: float) -> Welcome:
         path = directory / LIFELINE
         try:
-            self.lifeline.settimeout(max(0.001, deadline - time.monotonic()))
+            self._patience(deadline)
             self.lifeline.connect(os.fspath(path))
+            self._patience(deadline)
             self.lifeline.send(messages.encode(Hello(PROTOCOL_VERSION, name, namespace)))
+            self._patience(deadline)
             data = self.lifeline.recv(MAX_MESSAGE)
         except TimeoutError:
             raise ConnectTimeout(
@@ -124,6 +126,10 @@ class Connection:
             )
         self.lifeline.setblocking(False)
         return answer
+
+    def _patience(self, deadline: float) -> None:
+        """How long the handshake's next step may take: what the steps before have left of its time."""
+        self.lifeline.settimeout(max(0.001, deadline - time.monotonic()))
 
     def _open_control(
         self, directory: Path, welcome: Welcome, deadline: float, context: zmq.Context[zmq.Socket[bytes]]
@@ -404,16 +410,22 @@ class Connection:
                     self._monitor = None
                 dealer.close(linger=0)
         self.lifeline.close()
-        for found in self._segments.values():
-            if isinstance(found, tuple):
-                os.close(found[0])
-        self._segments.clear()
+        self._close_descriptors()
         self._outbox.clear()
 
+    def _close_descriptors(self) -> None:
+        """Those of segments that were not mapped, and the maps that nothing else uses."""
+        while self._segments:
+            _, found = self._segments.popitem()  # first, since a process may be forked in between
+            if isinstance(found, tuple):
+                os.close(found[0])
+
     def leave_to_parent(self) -> None:
-        """In a forked child: close our copies of both connections, so that they do not outlive the parent's session."""
+        """In a forked child: close our copies of the descriptors, so that neither the connections nor any memory lives
+        as long as we do."""
         self._lost = True
         self.lifeline.close()
+        self._close_descriptors()
         fd, inode = self._control
         with suppress(OSError):
             if (

@@ -254,7 +254,8 @@ class Lease:
         """Give the slot back unwritten. Idempotent, never waits."""
         if not self.closed:
             slot = self.end()
-            if self._gpu is not None and self._touched:
+            # Of a client that is closed, the broker waits for the process to end.
+            if self._gpu is not None and self._touched and not self._gpu.closed:
                 with suppress(DriverError):
                     slot.fences.extend(self._gpu.fences())
             self._owner.lease_over(slot, [Abort([self.number])])

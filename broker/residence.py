@@ -133,7 +133,14 @@ class Residence:
 
     def tell_loaded(self, gpu: Gpu) -> None:
         session = self._link.session
-        done = [place.hold for place in gpu.loaded() if place.session == session and not place.private]
+        try:
+            loaded = gpu.loaded()
+        except (
+            DriverError
+        ) as error:  # the context is lost; whoever waits for the copies finds out by themselves
+            self._complain("features stay unloaded", error)
+            return
+        done = [place.hold for place in loaded if place.session == session and not place.private]
         if done and self.shared:
             self._link.cast(Loaded(done), session)
 
@@ -203,7 +210,11 @@ class Residence:
 
     def unread(self, entry: Entry, gpu: Gpu) -> bool:
         """Whether nothing reads tensors that were handed out and let go of, here or on the GPU."""
-        return not (entry.kept or entry.streams or entry.outlived) and gpu.passed(entry.fences)
+        try:
+            return not (entry.kept or entry.streams or entry.outlived) and gpu.passed(entry.fences)
+        except DriverError as error:
+            self._complain("features stay unsettled", error)
+            return False
 
     def untouchable(self, entry: Entry) -> bool:
         """Can nothing here touch the entry's memory any more: no use, no tensor, no work on the GPU? After `fence`."""
@@ -216,8 +227,4 @@ class Residence:
             return True
         if place is not None and place.private:
             return True
-        try:
-            return not entry.uses and self.unread(entry, gpu)
-        except DriverError as error:
-            self._complain("features stay unsettled", error)
-            return False
+        return not entry.uses and self.unread(entry, gpu)

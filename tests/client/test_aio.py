@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,12 +13,54 @@ import pytest
 import torch
 
 import mmbroker
+from mmbroker import aio
 from mmbroker.proto import messages as m
 from mmbroker.proto.errors import BrokerUnavailable, ConnectTimeout, LeaseClosed
 from tests.client.peer import Peer
 from tests.client.test_peer import reference
 from tests.kit import BrokerProcess, eventually
 from tests.rig import same, values
+
+
+class Late(ThreadPoolExecutor):
+    """Its calls end at the moment at which they are to be cancelled."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = super().submit(call, *args, **kwargs)
+
+        def too_late() -> bool:
+            future.result()
+            return False
+
+        future.cancel = too_late  # type: ignore[method-assign]
+        return future
+
+
+def test_the_loop_undoes_nothing_itself(no_leaks: None) -> None:
+    """What is undone may wait for the broker, also if the call is over just when its awaiter is cancelled."""
+    undone: list[tuple[str, threading.Thread]] = []
+    begun, go = threading.Event(), threading.Event()
+
+    def call() -> str:
+        begun.set()
+        assert go.wait(20)
+        return "result"
+
+    async def main() -> None:
+        task = asyncio.create_task(
+            aio._run(pool, call, lambda out: undone.append((out, threading.current_thread())))
+        )
+        await asyncio.to_thread(begun.wait, 20)
+        go.set()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with Late(2) as pool:
+        asyncio.run(main())
+    ((result, thread),) = undone
+    assert result == "result"
+    assert thread is not threading.current_thread()
 
 
 async def until(condition: Callable[[], Any], what: str) -> None:

@@ -93,6 +93,32 @@ def test_a_session_that_is_being_introduced(peer: Callable[..., Peer]) -> None:
     assert not errors
 
 
+def test_a_broker_that_is_late_to_one_step(peer: Callable[..., Peer]) -> None:
+    """It does not answer that the rank has gone; leases and holds are given back all the same."""
+
+    def handler(peer: Peer, call: m.Call) -> m.Reply | None:
+        match call.body:
+            case m.Attach():
+                return m.Attached(True)
+            case m.Create():
+                peer.segment(1, 4096)
+                return m.Created([m.Leased(7, 1, 0, 1)])
+            case m.Lookup():
+                return m.Found([])
+        return None
+
+    it = peer(handler)
+    client = mmbroker.connect(it.directory)
+    client.attach(engine="a")
+    lease = client.get_or_create("k", (4,), torch.uint8).lease
+    client.close()
+    bodies = [call.body for call in it.calls]
+    gone = next(number for number, body in enumerate(bodies) if isinstance(body, m.Detach))
+    assert m.Abort([7]) in bodies[gone:]
+    assert isinstance(bodies[-1], m.Lookup)  # that it has read all that
+    assert lease is not None and lease.closed
+
+
 def test_an_attachment_that_has_not_begun(peer: Callable[..., Peer]) -> None:
     """The receiver thread ends before it gets to it: the caller hears of that, and does not wait for its deadline."""
     hold, go = threading.Event(), threading.Event()

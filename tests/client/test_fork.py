@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import mmbroker
+from mmbroker.proto import messages as m
 from mmbroker.proto.errors import ClientForked
+from tests.client.peer import Peer
 from tests.conftest import StartBroker
 from tests.faults.steps import cut
 from tests.kit import BrokerProcess, Puppet, eventually
@@ -112,6 +114,28 @@ def test_a_child_keeps_no_map_and_no_lifeline(readonly: Rig) -> None:
 
     in_child(check)
     held.drop()
+
+
+def test_a_child_keeps_no_memory_that_was_never_mapped(no_leaks: None) -> None:
+    """A segment's descriptor has come, and nothing has named it yet: in a child, it would keep the memory."""
+    peer = Peer(lambda peer, call: peer.segment(1, 1 << 20))
+    try:
+        with mmbroker.connect(peer.directory) as client:
+            client._link.cast(m.Lookup([]))
+            eventually(lambda: client._link.connection._segments, "the descriptor")
+            (fd, _) = client._link.connection.descriptor(1)
+            assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:peer")
+
+            def check() -> None:
+                links = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir() if one.exists()]
+                assert not [link for link in links if "memfd:peer" in link]
+                assert not Path(f"/proc/self/fd/{fd}").exists()
+
+            in_child(check)
+            assert os.fstat(fd).st_size == 1 << 20  # the parent keeps it
+            peer.handler = lambda peer, call: m.Found([])
+    finally:
+        peer.close()
 
 
 @pytest.fixture

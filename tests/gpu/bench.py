@@ -50,6 +50,11 @@ class Bench:
         assert isinstance(rank, dict)
         return rank
 
+    def told(self, client: str) -> dict[str, int]:
+        """The counters that a client has told the broker."""
+        (session,) = [one for one in self.broker.status()["sessions"] if one["name"] == client]
+        return dict(session["tally"])
+
     def count(self, counter: str) -> int:
         return int(self.broker.status()["counters"].get(counter, 0))
 

@@ -361,6 +361,33 @@ def test_a_failed_fence_is_no_error_to_the_scheduler(faked: Bench) -> None:
     faked.settled(table)
 
 
+@pytest.mark.parametrize("what", ["loads", "reads"])
+def test_a_gpu_that_fails_keeps_nobody_from_the_rest(
+    faked: Bench, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """The receiver thread says once what is wrong and does its other duties; nothing is settled before it is known."""
+    fake = faked.driven.fake
+    table = faked.attach()
+    held = faked.client.put(block(1), to="a")
+    if what == "reads":
+        faked.read_on_device(table, held, block(1))
+        fake.faults.fail("cuEventQuery", "CUDA_ERROR_INVALID_VALUE")
+        held.drop()
+    else:
+        fake.faults.fail("cuEventQuery", "CUDA_ERROR_INVALID_VALUE")
+        more = faked.client.put(block(1, seed=3), to="a")
+        more.drop()
+    eventually(lambda: "CUDA_ERROR_INVALID_VALUE" in caplog.text, "a word of it")
+    table._link.late_answers = 1  # something to tell
+    table._link.wake()
+    eventually(lambda: faked.told("a")["late_answers"] == 1, "counters that are told as ever")
+    assert caplog.text.count("CUDA_ERROR_INVALID_VALUE") == 1
+    assert table.stats()["settled"] == 0
+    fake.faults.heal()
+    held.drop()
+    faked.settled(table)
+
+
 def test_a_stream_that_is_destroyed_early(bench: Bench) -> None:
     """It should live on, but nothing goes wrong: what was in it is waited for in another way."""
     table = bench.attach()

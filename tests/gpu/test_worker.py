@@ -114,6 +114,17 @@ def test_an_aborted_lease_stays_while_work_writes_it(bench: Bench) -> None:
     eventually(lambda: bench.broker.status()["leases"] == 0, "the lease given back")
 
 
+def test_a_lease_that_outlives_its_client(bench: Bench) -> None:
+    """Closed without a broker to give it back to. Nothing is made on the GPU afterwards that nobody takes apart."""
+    lease = bench.client.get_or_create("k", (1 << 20,), torch.uint8, tier="device").lease
+    assert lease is not None
+    lease.tensor.fill_(1)
+    bench.broker.kill()
+    eventually(lambda: not bench.client.connected, "the loss")
+    bench.client.close()
+    lease.abort()
+
+
 def test_a_tensor_kept_over_the_seal(bench: Bench) -> None:
     lease = bench.client.get_or_create("k", (1 << 20,), torch.uint8, tier="device").lease
     assert lease is not None
