@@ -7,7 +7,7 @@ rank that was granted one has settled, or its process is gone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 from mmbroker.proto.errors import plain
@@ -140,6 +140,7 @@ class Holds:
 
     def ack(self, session: Session, ack: Ack, now: float) -> None:
         """A rank has made its entries; a grant that `failed` there counts as settled."""
+        self.loaded(session, ack.loaded, now)
         for number in ack.holds:
             hold = session.grants.get(number)
             if hold is None or hold.ranks[session.number] is not Rank.GRANTED:
@@ -158,6 +159,13 @@ class Holds:
             self._refused(hold, session, plain(ack.reason, 500) or "no reason given")
             self.settle(session, [number], now)
         self.settle(session, ack.settled, now)
+
+    def loaded(self, session: Session, numbers: Sequence[int], now: float) -> None:
+        """A rank has copied to the device what it was told to."""
+        if self.replicas is not None:
+            self.replicas.loaded(session, numbers, now)
+        else:
+            self.books.counters["unknown_holds"] += len(numbers)
 
     def settle(self, session: Session, numbers: Iterable[int], now: float) -> None:
         """A rank can no longer touch the features of these holds."""

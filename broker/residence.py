@@ -119,9 +119,10 @@ class Residence:
         """Tell what is loaded, ask for what is wanted, let go of what is parked."""
         for number in self._link.fresh_segments():
             gpu.pin(self._link.segment(number, False))
-        self.tell_loaded(gpu)
+        session = self._link.session
+        if loaded := self.loaded(gpu):  # before anything of it is parked
+            self._link.cast(Loaded(loaded), session)
         if self._wanting:
-            session = self._link.session
             wanted = [self._wanting.popleft() for _ in range(len(self._wanting))]
             self._link.cast(Want([e.ref.hold for e in wanted if e.session == session]), session)
         if self._parking:
@@ -131,18 +132,17 @@ class Residence:
     def unfinished(self) -> bool:
         return bool(self._parking)
 
-    def tell_loaded(self, gpu: Gpu) -> None:
+    def loaded(self, gpu: Gpu) -> list[int]:
+        """The holds whose copies are complete by now, each once: the broker is to be told of them."""
         session = self._link.session
         try:
-            loaded = gpu.loaded()
-        except (
-            DriverError
-        ) as error:  # the context is lost; whoever waits for the copies finds out by themselves
+            places = gpu.loaded()
+        except DriverError as error:
+            # The context is lost. Whoever waits for a copy finds that out by themselves.
             self._complain("features stay unloaded", error)
-            return
-        done = [place.hold for place in loaded if place.session == session and not place.private]
-        if done and self.shared:
-            self._link.cast(Loaded(done), session)
+            return []
+        done = [place.hold for place in places if place.session == session and not place.private]
+        return done if self.shared else []
 
     def _park(self, gpu: Gpu) -> None:
         """Let go of places on the device. As with a dismissal: first out of sight, and only then a look at the uses."""

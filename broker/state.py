@@ -76,7 +76,7 @@ class Broker:
             m.Ack: lambda s, _seq, call, now, _: self.holds.ack(s, call, now),
             m.Settle: lambda s, _seq, call, now, _: self.holds.settle(s, call.holds, now),
             m.Kept: lambda s, _seq, call, now, _: self.holds.kept(s, call.holds),
-            m.Loaded: self._device_call,
+            m.Loaded: lambda s, _seq, call, now, _: self.holds.loaded(s, call.holds, now),
             m.Park: self._device_call,
             m.Want: self._device_call,
             m.Tally: self._tally,
@@ -374,7 +374,7 @@ class Broker:
         if replicas is None:
             self.books.counters["unknown_holds"] += len(call.holds)
             return
-        act = {m.Loaded: replicas.loaded, m.Park: replicas.park, m.Want: replicas.want}[type(call)]
+        act = {m.Park: replicas.park, m.Want: replicas.want}[type(call)]
         act(session, call.holds, now)
 
     def _tally(self, session: Session, seq: int, call: m.Tally, now: float, deadline: float) -> None:

@@ -30,6 +30,7 @@ from mmbroker.proto.messages import (
     Detach,
     Grant,
     Kept,
+    Loaded,
     Offer,
     Settle,
 )
@@ -56,8 +57,9 @@ _BOOTS: Final = 64
 
 #: And whether a device that was full when it attached has room: at first, and at most, in seconds.
 _FULL_WATCH: Final = (0.5, 8.0)
-#: And at copies to the device that are not done.
-_DEVICE_WATCH: Final = 0.001
+#: And at copies to the device that are not done. A reader waits for them on the GPU; other ranks wait for our word, but
+#: mostly there are none, and each look takes turns with the scheduler. The next message brings one anyway.
+_DEVICE_WATCH: Final = 0.01
 
 
 class FeatureTable:
@@ -269,14 +271,12 @@ class FeatureTable:
         if failed:
             self._failed += len(failed)
             _log.warning("mmbroker: %d grant(s) to engine %s failed: %s", len(failed), self.engine, reason)
-        settled: list[int] = []
-        if dismissed:
-            boot = self._link.boot
-            self._withdraw([(boot, hold) for hold in dismissed])
-            settled = self._settle()
+        boot = self._link.boot
+        self._withdraw([(boot, hold) for hold in dismissed])
+        loaded, settled = self._settle()
         self._build_ns += time.perf_counter_ns() - started
         self._watch_soon()
-        self._link.cast(Ack(acked, failed, reason, settled))
+        self._link.cast(Ack(acked, failed, reason, settled, loaded))
         self._residence.tell_declined()
 
     def _enter(self, grant: Grant) -> None:
@@ -324,14 +324,13 @@ class FeatureTable:
         if unheard:  # granted and dismissed while graphs are captured
             self._put_off = [p for p in self._put_off if not (isinstance(p, Grant) and p.ref.hold in unheard)]
             self._link.cast(Settle(list(unheard)))
-        if settled := self._settle():
-            self._link.cast(Settle(settled))
+        self._let_go()
         self._watch_soon()
 
     def _watch_soon(self) -> None:
-        """Have the chores look after what cannot be finished now."""
+        """Have the chores look after what cannot be finished now, unless another message comes before."""
         if self.gpu is not None:
-            self._link.remind()
+            self._link.hasten(_DEVICE_WATCH if self.gpu.busy else _WATCH[0])
         elif self._over:
             self._link.hasten(_WATCH[0])
 
@@ -344,12 +343,21 @@ class FeatureTable:
                 entry.ready.clear()
                 self._over.append(entry)
 
-    def _settle(self) -> list[int]:
-        """Let go of what is over and can no longer be touched; the holds of it to settle."""
+    def _let_go(self) -> None:
+        loaded, settled = self._settle()
+        if loaded:
+            self._link.cast(Loaded(loaded))
+        if settled:
+            self._link.cast(Settle(settled))
+
+    def _settle(self) -> tuple[list[int], list[int]]:
+        """Let go of what is over and can no longer be touched. The holds that the broker is to be told of, in this
+        order: those that are loaded, those that are settled."""
         session, residence, gpu = self._link.session, self._residence, self.gpu
+        loaded: list[int] = []
         settled: list[int] = []
         if gpu is not None and not gpu.quiet:
-            residence.tell_loaded(gpu)
+            loaded = residence.loaded(gpu)
             residence.fence((entry for entry in list(self._over) if not entry.uses), gpu)
         for _ in range(len(self._over)):
             entry = self._over.popleft()
@@ -361,7 +369,7 @@ class FeatureTable:
                 settled.append(entry.ref.hold)
             if entry.buffer is not None and not entry.private:
                 self._buffers.give(entry.buffer, time.monotonic())
-        return settled
+        return loaded, settled
 
     def _device_chores(self, gpu: Gpu) -> None:
         """Make up for what was put off, and see that everything is where it should be."""
@@ -393,8 +401,7 @@ class FeatureTable:
                 self._withdraw(expired)
         self._buffers.trim(now)
         before = self._settled
-        if settled := self._settle():
-            self._link.cast(Settle(settled))
+        self._let_go()
         moved = self._settled > before
         unfinished = bool(self._over) or self._residence.unfinished
         self._pause = _WATCH[0] if moved or not unfinished else min(self._pause * 2, _WATCH[1])

@@ -183,13 +183,14 @@ class Unpin(_Message, frozen=True, tag="unpin"):
 
 
 class Ack(_Message, frozen=True, tag="ack"):
-    """Rank: the entries of these holds are in the table. `failed`: they could not be made, with the reason. `settled`:
-    as by a `Settle` right after it."""
+    """Rank: the entries of these holds are in the table. `failed`: they could not be made, with the reason. `loaded`:
+    as by a `Loaded` right before it; `settled`: as by a `Settle` right after it."""
 
     holds: list[int]
     failed: list[int] = []
     reason: str = ""
     settled: list[int] = []
+    loaded: list[int] = []
 
 
 class Settle(_Message, frozen=True, tag="settle"):

@@ -147,7 +147,7 @@ calls = st.one_of(
     st.builds(m.Attach, st.text(max_size=3), st.integers(-1, 3), st.integers(-1, 3), st.text(max_size=3)),
     st.builds(m.Promise, st.lists(keys, max_size=4), engines),
     st.builds(m.Tier, st.booleans(), st.floats(), st.integers(-1, 3), st.integers(-1, 3)),
-    st.builds(m.Ack, numbers, numbers, st.text()),
+    st.builds(m.Ack, numbers, numbers, st.text(), numbers, numbers),
     st.builds(m.Released, st.integers(0, 9)),
     st.builds(m.Tally, st.dictionaries(st.text(), st.integers(0, 9))),
     *(

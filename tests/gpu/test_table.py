@@ -13,6 +13,7 @@ import torch
 
 import mmbroker
 from mmbroker.link import Link
+from mmbroker.proto import messages as m
 from mmbroker.proto.errors import EngineLagging, FeatureError
 from tests.cuda.rig import MIB
 from tests.cuda.rig import Rig as Driven
@@ -51,7 +52,8 @@ def in_thread(job: Callable[[], object]) -> Callable[[], None]:
     return end
 
 
-def test_reads_right_after_the_grant(bench: Bench) -> None:
+def test_reads_right_after_the_grant(driven: Driven, make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(driven, device_reserve_mib=32)  # else some are read before a segment is there
     table = bench.attach()
     for i in range(30):
         feature = values(torch.float32, (3, 1 + 7919 * i % 100_000), seed=i)
@@ -386,6 +388,38 @@ def test_a_gpu_that_fails_keeps_nobody_from_the_rest(
     fake.faults.heal()
     held.drop()
     faked.settled(table)
+
+
+def test_a_rank_says_all_it_has_to_say_at_once(faked: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded travels with what is acknowledged: the receiver thread does not wake for it alone."""
+    monkeypatch.setattr("mmbroker.table._DEVICE_WATCH", 3600.0)
+    monkeypatch.setattr("mmbroker.table._WATCH", (3600.0, 3600.0))
+    monkeypatch.setattr("mmbroker.belongings._TALLY", 3600.0)
+    monkeypatch.setattr("mmbroker.receiver._TICK", 3600.0)
+    table = faked.attach()
+    faked.read_on_device(table, faked.client.put(block(0.1, seed=9), to="a"), block(0.1, seed=9))
+    faked.driver.finish()
+    table._link.run(lambda: None, PATIENCE)  # the segments are there, and what that made it do is done
+    said: list[m.Body] = []
+    cast = table._link.cast
+
+    def heard(body: m.Body, session: int | None = None) -> None:
+        said.append(body)
+        cast(body, session)
+
+    monkeypatch.setattr(table._link, "cast", heard)
+    held: list[mmbroker.Held] = []
+    for seed in range(4):
+        held.append(faked.client.put(block(0.1, seed=seed), to="a"))
+        assert faked.reads(table, held[-1], block(0.1, seed=seed))
+        faked.driver.finish()
+    holds = [one.ref.hold for one in held]
+    words = [body for body in said if isinstance(body, m.Ack)]
+    assert words == said
+    assert [body.holds for body in words] == [[hold] for hold in holds]
+    assert [body.loaded for body in words] == [[], *([hold] for hold in holds[:-1])]
+    for one in held:
+        one.drop()
 
 
 def test_a_stream_that_is_destroyed_early(bench: Bench) -> None:

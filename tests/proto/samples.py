@@ -52,6 +52,7 @@ BODIES: dict[str, m.Body] = {
     "ack": m.Ack([7]),
     "ack, failed": m.Ack([], [8], "out of memory"),
     "ack, settled": m.Ack([7], settled=[5, 6]),
+    "ack, loaded": m.Ack([7], loaded=[6]),
     "settle": m.Settle([7]),
     "kept": m.Kept([7, 8]),
     "loaded": m.Loaded([7, 8]),

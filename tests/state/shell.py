@@ -125,8 +125,10 @@ class Peer:
         failed: Sequence[int] = (),
         reason: str = "",
         settled: Iterable[int] = (),
+        loaded: Iterable[int] = (),
     ) -> None:
-        """Acknowledge grants (all that wait, unless told which), and settle dismissed holds by the same word."""
+        """Acknowledge grants (all that wait, unless told which), and by the same word settle dismissed holds, and say
+        what is loaded."""
         holds = [h for h in self.granted if h not in failed] if holds is None else list(holds)
         for hold in holds:
             if hold in self.granted:
@@ -136,7 +138,7 @@ class Peer:
             self.dismissed.pop(hold, None)
         for hold in [h for h in holds if h in self.dismissed]:
             self.entries.pop(hold, None)
-        self.cast(m.Ack(list(holds), list(failed), reason, self._let_go(settled)))
+        self.cast(m.Ack(list(holds), list(failed), reason, self._let_go(settled), list(loaded)))
 
     def settle(self, holds: Iterable[int] | None = None) -> None:
         """Settle dismissed holds (all of them, unless told which)."""

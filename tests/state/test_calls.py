@@ -102,7 +102,9 @@ def test_an_answer_that_is_no_longer_kept_is_not_made_up() -> None:
         (m.Unpin([7, 8]), "unknown_leases"),
         (m.Drop([7, 8]), "unknown_holds"),
         (m.Ack([7], [8]), "unknown_holds"),
+        (m.Ack([], loaded=[7], settled=[8]), "unknown_holds"),
         (m.Settle([7, 8]), "unknown_holds"),
+        (m.Loaded([7, 8]), "unknown_holds"),
     ],
 )
 def test_casts_about_unknown_numbers_are_counted_and_ignored(cast: Any, counter: str) -> None:

@@ -149,6 +149,27 @@ def test_copies_on_the_device_are_not_the_namespaces() -> None:
     assert namespace["bytes"] == 4 * 4096
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_a_load_is_told_with_the_next_grants_ack(over: bool) -> None:
+    """Before what it settles: a place that is let go of before it is loaded would be another's to load."""
+    one = shell()
+    producer = one.client()
+    loader, other = attached(one, "a"), attached(one, "b")
+    (first,) = producer.put(item(1), to="a")
+    looking = producer.call(m.Lookup([item(1).key], "b"))
+    assert looking not in producer.answers  # until it is loaded
+    loader.prompt = False
+    if over:
+        producer.drop(first)
+    producer.seal(producer.lease(item(2), to="a"), "a")
+    loader.ack(settled=loader.dismissed, loaded=[first.hold])
+    assert isinstance(producer.answers[looking], m.Found)
+    (shared,) = [grant.device for grant in other.entries.values()]
+    assert shared is not None and not shared.load
+    assert one.counters()["loads"] == 1
+    assert "loads_lost" not in one.counters()
+
+
 def test_a_rank_that_waits_for_anothers_load_says_for_whose() -> None:
     one = shell()
     producer = one.client()

@@ -151,7 +151,12 @@ class Life:
     def acknowledge(self) -> None:
         if (rank := self.rank()) and rank.granted:
             some = self.some(rank.granted)
-            rank.ack([], some[:1], "no memory") if self.random.random() < 0.2 else rank.ack(some)
+            loaded = self.some(self.replicas(rank)) if self.random.random() < 0.5 else []
+            if self.random.random() < 0.2:
+                rank.ack([], some[:1], "no memory", loaded=loaded)
+            else:
+                settled = self.some(rank.dismissed) if rank.dismissed and self.random.random() < 0.5 else []
+                rank.ack(some, settled=settled, loaded=loaded)
 
     def settle(self) -> None:
         """What it was told to let go of, mostly."""
