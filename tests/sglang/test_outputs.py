@@ -24,7 +24,7 @@ from tests.kit import eventually
 
 from . import kit
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), *kit.ONCE]
 
 
 class Trio(NamedTuple):

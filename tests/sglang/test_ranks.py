@@ -34,8 +34,9 @@ SHAPES = [
     Shape("pp", ("--pp-size", "2"), world=1),
     Shape("dp", ("--dp-size", "2"), world=2, takes_each=False),
 ]
-#: The older release shares all code but the failing of a request; one shape of each kind is enough there.
-TESTED = SHAPES if kit.NEWEST else [SHAPES[0], SHAPES[2]]
+#: The older release shares all code but the failing of a request.
+SHORT = {"tp", "pp", "dp"} if kit.NEWEST else {"tp"}
+TESTED = [pytest.param(shape, marks=[] if shape.name in SHORT else pytest.mark.long) for shape in SHAPES]
 
 
 @pytest.fixture(scope="module", params=TESTED, ids=str)

@@ -11,7 +11,7 @@ from tests.kit import BrokerProcess, eventually
 
 from . import kit
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600), *kit.ONCE]
 
 RESTARTS = 3
 USERS = 3

@@ -19,7 +19,7 @@ from tests.kit import BrokerProcess, eventually
 
 from . import kit
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), *kit.ONCE]
 
 #: An arena in which two photographs' features fit (6.2 MiB each), and not four.
 SMALL = {"host_mib": 16, "segment_mib": 4}

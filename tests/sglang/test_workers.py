@@ -9,7 +9,7 @@ import pytest
 
 from . import kit
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), *kit.ONCE]
 
 CHUNKED = ("--chunked-prefill-size", "32")
 

@@ -106,6 +106,7 @@ def test_what_one_replica_encoded_the_other_loads() -> None:
             assert server.healthy()
 
 
+@pytest.mark.long  # what each rank does is shown step by step; here it has another one beside it
 def test_two_ranks_load_what_one_of_them_saved() -> None:
     with kit.scratch() as directory, kit.running_broker(directory / "broker") as broker:
         probe = kit.Probe(directory)
