@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,19 +57,6 @@ def test_a_put_that_writes(start_broker: StartBroker, monkeypatch: pytest.Monkey
     go.set()
     thread.join()
     assert [type(error) for error in errors] == [BrokerUnavailable]
-
-
-@pytest.fixture
-def peer(no_leaks: None) -> Iterator[Callable[..., Peer]]:
-    made: list[Peer] = []
-
-    def make(*args: Any) -> Peer:
-        made.append(Peer(*args))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def test_a_session_that_is_being_introduced(peer: Callable[..., Peer]) -> None:
