@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -50,12 +51,21 @@ async def connect(
 async def _run(pool: ThreadPoolExecutor, call: Callable[[], T], undo: Callable[[T], object]) -> T:
     """Await a blocking call. If the awaiter is cancelled, a call that runs is undone once it is done."""
     future: Future[T] = pool.submit(call)
+    loops = threading.current_thread()
+
+    def over(future: Future[T]) -> None:
+        """In the thread of the call, or in the loop's, which must not wait for the broker, if it was over before."""
+        if threading.current_thread() is not loops:
+            _undo(undo, future)
+            return
+        with contextlib.suppress(RuntimeError):  # the client is closed: nothing is left to be undone
+            pool.submit(_undo, undo, future)
+
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
         if not future.cancel():
-            with contextlib.suppress(RuntimeError):  # the client is closed: nothing is left to be undone
-                pool.submit(_undo, undo, future)  # it may wait for the broker, which the event loop must not
+            future.add_done_callback(over)
         raise
 
 

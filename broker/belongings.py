@@ -347,7 +347,8 @@ class Belongings:
             with suppress(DriverError):
                 gpu.await_copies()
                 gpu.await_readers()
-        self._chores(time.monotonic())
+        with suppress(BrokerError):
+            self._chores(time.monotonic())
         holds = iter([hold for session, hold in list(self._holds) if session == self.link.session])
         while batch := list(islice(holds, 4096)):
             self.link.cast(Drop(batch))

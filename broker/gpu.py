@@ -214,9 +214,16 @@ class Gpu:
         return Place(maps, maps.readable + place.offset, hold, self._link.session)
 
     def loaded(self) -> list[Place]:
-        """The places whose copies are complete by now, each told once."""
+        """The places whose copies are complete by now, each told once. Raises `DriverError`."""
         done: list[Place] = []
-        while self._loading and self.driver.query(self._loading[0].event):  # copies complete in order
+        while self._loading:  # copies complete in order
+            try:
+                if not self.driver.query(self._loading[0].event):
+                    break
+            except DriverError:
+                if done:
+                    break
+                raise
             place = self._loading.popleft()
             event, place.event, place.source = place.event, 0, None
             self._events.append(event)

@@ -143,9 +143,8 @@ def sweep() -> None:
             address, nbytes, pid = _dead.popleft()
         except IndexError:  # another sweeper was faster
             return
-        undo = _undo.pop(address, None)
-        if pid == os.getpid():  # a forked child has no such map, and perhaps something else at this address
-            if undo is not None:
+        if pid == os.getpid():  # a forked child has no such map, and perhaps another one at this address
+            if (undo := _undo.pop(address, None)) is not None:
                 undo()
             _munmap(address, nbytes)
 

@@ -41,6 +41,7 @@ class Residence:
         self._parking: deque[Entry] = deque()
         self._wanting: deque[Entry] = deque()
         self._declined: list[int] = []
+        self._failing = False  # the GPU does not tell what is complete
         self._next_complaint = 0.0
 
     # --- any thread -------------------------------------------------------------------------------------------------
@@ -132,6 +133,11 @@ class Residence:
     def unfinished(self) -> bool:
         return bool(self._parking)
 
+    @property
+    def loading(self) -> bool:
+        """Is a copy on its way, of which we shall know when it is complete?"""
+        return self.gpu is not None and self.gpu.busy and not self._failing
+
     def loaded(self, gpu: Gpu) -> list[int]:
         """The holds whose copies are complete by now, each once: the broker is to be told of them."""
         session = self._link.session
@@ -140,9 +146,10 @@ class Residence:
         except DriverError as error:
             # The context is lost. Whoever waits for a copy finds that out by themselves.
             self._complain("features stay unloaded", error)
+            self._failing = True
             return []
-        done = [place.hold for place in places if place.session == session and not place.private]
-        return done if self.shared else []
+        self._failing = False
+        return [place.hold for place in places if place.session == session and not place.private]
 
     def _park(self, gpu: Gpu) -> None:
         """Let go of places on the device. As with a dismissal: first out of sight, and only then a look at the uses."""

@@ -50,6 +50,8 @@ _log = logging.getLogger("mmbroker")
 
 #: How often the receiver thread looks at entries that are over, but in use: at first, and at most, in seconds.
 _WATCH: Final = (0.02, 0.32)
+#: And when all is as it should be.
+_REST: Final = 1.0
 #: How long entries of a lost session stay usable, in seconds.
 _LOST_ENTRIES: Final = 600.0
 #: How many earlier lives of the broker are told apart from unknown ones.
@@ -60,6 +62,8 @@ _FULL_WATCH: Final = (0.5, 8.0)
 #: And at copies to the device that are not done. A reader waits for them on the GPU; other ranks wait for our word, but
 #: mostly there are none, and each look takes turns with the scheduler. The next message brings one anyway.
 _DEVICE_WATCH: Final = 0.01
+#: And at what was dismissed alone, for the second time.
+_SECOND_LOOK: Final = 0.001
 
 
 class FeatureTable:
@@ -246,7 +250,9 @@ class FeatureTable:
 
     def granted(self, grants: list[Grant], dismissed: Sequence[int] = ()) -> None:
         """Make entries, and say so. What was dismissed with them is settled by the same word, if it can be."""
-        if self._quiet:
+        if (
+            self._quiet or self._put_off
+        ):  # what was put off comes first, and what of it is dismissed never comes
             self._put_off += grants
             self.dismissed(dismissed)
             return
@@ -255,6 +261,9 @@ class FeatureTable:
 
     def _make_entries(self, grants: list[Grant], dismissed: Sequence[int]) -> None:
         started = time.perf_counter_ns()
+        boot = self._link.boot
+        self._withdraw([(boot, hold) for hold in dismissed])
+        self._fence()  # to be passed while entries are made
         acked: list[int] = []
         failed: list[int] = []
         reason = ""
@@ -271,8 +280,6 @@ class FeatureTable:
         if failed:
             self._failed += len(failed)
             _log.warning("mmbroker: %d grant(s) to engine %s failed: %s", len(failed), self.engine, reason)
-        boot = self._link.boot
-        self._withdraw([(boot, hold) for hold in dismissed])
         loaded, settled = self._settle()
         self._build_ns += time.perf_counter_ns() - started
         self._watch_soon()
@@ -311,11 +318,12 @@ class FeatureTable:
 
     def offered(self, offers: list[Offer]) -> None:
         """Places on the device for entries that had none."""
-        if self._quiet:
+        if self._quiet or self._put_off:
             self._put_off += offers
         else:
             boot = self._link.boot
             self._residence.offered((offer, self._entries.get((boot, offer.hold))) for offer in offers)
+            self._watch_soon()
 
     def dismissed(self, holds: Sequence[int]) -> None:
         boot = self._link.boot
@@ -326,11 +334,15 @@ class FeatureTable:
             self._link.cast(Settle(list(unheard)))
         self._let_go()
         self._watch_soon()
+        if any(entry.fences for entry in self._over):
+            # No grant came with them: perhaps because somebody waits for what they free. A fence takes a moment to be
+            # passed, also in a stream that has nothing to do.
+            self._link.hasten(_SECOND_LOOK)
 
     def _watch_soon(self) -> None:
         """Have the chores look after what cannot be finished now, unless another message comes before."""
         if self.gpu is not None:
-            self._link.hasten(_DEVICE_WATCH if self.gpu.busy else _WATCH[0])
+            self._link.hasten(_DEVICE_WATCH if self._residence.loading else _WATCH[0])
         elif self._over:
             self._link.hasten(_WATCH[0])
 
@@ -342,6 +354,11 @@ class FeatureTable:
                 entry.gone = True
                 entry.ready.clear()
                 self._over.append(entry)
+
+    def _fence(self) -> None:
+        """Find out where what has read the entries that are over comes to its end."""
+        if self.gpu is not None and not self.gpu.quiet:
+            self._residence.fence((entry for entry in list(self._over) if not entry.uses), self.gpu)
 
     def _let_go(self) -> None:
         loaded, settled = self._settle()
@@ -358,7 +375,7 @@ class FeatureTable:
         settled: list[int] = []
         if gpu is not None and not gpu.quiet:
             loaded = residence.loaded(gpu)
-            residence.fence((entry for entry in list(self._over) if not entry.uses), gpu)
+            self._fence()
         for _ in range(len(self._over)):
             entry = self._over.popleft()
             if not residence.untouchable(entry):
@@ -378,7 +395,7 @@ class FeatureTable:
             self.granted([item for item in put_off if isinstance(item, Grant)])
             self.offered([item for item in put_off if isinstance(item, Offer)])
         self._residence.chores(gpu)
-        if time.monotonic() >= self._next_try and self._link.connected:
+        if self._open and time.monotonic() >= self._next_try and self._link.connected:
             self._try_again(gpu)
 
     def _try_again(self, gpu: Gpu) -> None:
@@ -405,8 +422,8 @@ class FeatureTable:
         moved = self._settled > before
         unfinished = bool(self._over) or self._residence.unfinished
         self._pause = _WATCH[0] if moved or not unfinished else min(self._pause * 2, _WATCH[1])
-        pause = self._pause if unfinished else 1.0
-        return min(pause, _DEVICE_WATCH) if gpu is not None and gpu.busy and not gpu.quiet else pause
+        pause = self._pause if unfinished else _REST
+        return min(pause, _DEVICE_WATCH) if self._residence.loading and not self._quiet else pause
 
     def lost(self, session: int) -> None:
         """Entries stay usable without their session, because requests that carry their references still run."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,6 +62,39 @@ def test_the_loop_undoes_nothing_itself(no_leaks: None) -> None:
     ((result, thread),) = undone
     assert result == "result"
     assert thread is not threading.current_thread()
+
+
+def test_what_is_undone_waits_for_nothing_but_its_own_call(no_leaks: None) -> None:
+    """Cancelled calls that still run take no other threads than theirs: whoever comes next finds one."""
+    slow, quick = threading.Event(), threading.Event()
+    begun = threading.Semaphore(0)
+    undone: list[threading.Event] = []
+
+    def call(end: threading.Event) -> threading.Event:
+        begun.release()
+        assert end.wait(20)
+        return end
+
+    async def main() -> None:
+        tasks = [
+            asyncio.create_task(aio._run(pool, partial(call, end), undone.append)) for end in (slow, quick)
+        ]
+        for _ in tasks:
+            await asyncio.to_thread(begun.acquire, timeout=20)
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        quick.set()
+        try:
+            assert await asyncio.wait_for(aio._run(pool, lambda: "next", print), 20) == "next"
+            assert undone == [quick]
+        finally:
+            slow.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        asyncio.run(main())
+    assert undone == [quick, slow]
 
 
 async def until(condition: Callable[[], Any], what: str) -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import mmbroker
-from mmbroker import tensors
+from mmbroker import cuda, tensors
 from mmbroker.proto import messages as m
 from mmbroker.proto.errors import BrokerUnavailable
+from mmbroker.proto.reference import Reference
 from tests.client.peer import Peer
 from tests.conftest import StartBroker
 from tests.kit import eventually
@@ -80,8 +81,9 @@ def test_a_session_that_is_being_introduced(peer: Callable[..., Peer]) -> None:
     assert not errors
 
 
-def test_a_broker_that_is_late_to_one_step(peer: Callable[..., Peer]) -> None:
-    """It does not answer that the rank has gone; leases and holds are given back all the same."""
+@pytest.mark.parametrize("step", ["the broker's answer", "a chore"])
+def test_an_end_of_which_one_step_fails(peer: Callable[..., Peer], step: str) -> None:
+    """The broker does not answer that the rank has gone, or the GPU fails: the rest is given back all the same."""
 
     def handler(peer: Peer, call: m.Call) -> m.Reply | None:
         match call.body:
@@ -90,20 +92,30 @@ def test_a_broker_that_is_late_to_one_step(peer: Callable[..., Peer]) -> None:
             case m.Create():
                 peer.segment(1, 4096)
                 return m.Created([m.Leased(7, 1, 0, 1)])
-            case m.Lookup():
-                return m.Found([])
+            case m.Detach() if step == "a chore":
+                return m.Done()
+            case m.Lookup(keys):
+                one = Reference(peer.boot, 3, 1, 1, bytes(32), "uint8", (4,), 4)
+                return m.Found([one] * len(keys))
         return None
 
     it = peer(handler)
     client = mmbroker.connect(it.directory)
     client.attach(engine="a")
+    held = client.lookup("known")
     lease = client.get_or_create("k", (4,), torch.uint8).lease
+    if step == "a chore":
+        client._own._chores = failing  # type: ignore[method-assign]
     client.close()
     bodies = [call.body for call in it.calls]
     gone = next(number for number, body in enumerate(bodies) if isinstance(body, m.Detach))
-    assert m.Abort([7]) in bodies[gone:]
+    assert m.Abort([7]) in bodies[gone:] and m.Drop([3]) in bodies[gone:]
     assert isinstance(bodies[-1], m.Lookup)  # that it has read all that
-    assert lease is not None and lease.closed
+    assert held is not None and lease is not None and lease.closed
+
+
+def failing(now: float) -> float:
+    raise cuda.DriverError("CUDA_ERROR_UNKNOWN", "cuMemUnmap", "a fault that was ordered")
 
 
 def test_an_attachment_that_has_not_begun(peer: Callable[..., Peer]) -> None:

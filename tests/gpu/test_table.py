@@ -13,7 +13,6 @@ import torch
 
 import mmbroker
 from mmbroker.link import Link
-from mmbroker.proto import messages as m
 from mmbroker.proto.errors import EngineLagging, FeatureError
 from tests.cuda.rig import MIB
 from tests.cuda.rig import Rig as Driven
@@ -361,65 +360,6 @@ def test_a_failed_fence_is_no_error_to_the_scheduler(faked: Bench) -> None:
     use.release()
     held.drop()
     faked.settled(table)
-
-
-@pytest.mark.parametrize("what", ["loads", "reads"])
-def test_a_gpu_that_fails_keeps_nobody_from_the_rest(
-    faked: Bench, caplog: pytest.LogCaptureFixture, what: str
-) -> None:
-    """The receiver thread says once what is wrong and does its other duties; nothing is settled before it is known."""
-    fake = faked.driven.fake
-    table = faked.attach()
-    held = faked.client.put(block(1), to="a")
-    if what == "reads":
-        faked.read_on_device(table, held, block(1))
-        fake.faults.fail("cuEventQuery", "CUDA_ERROR_INVALID_VALUE")
-        held.drop()
-    else:
-        fake.faults.fail("cuEventQuery", "CUDA_ERROR_INVALID_VALUE")
-        more = faked.client.put(block(1, seed=3), to="a")
-        more.drop()
-    eventually(lambda: "CUDA_ERROR_INVALID_VALUE" in caplog.text, "a word of it")
-    table._link.late_answers = 1  # something to tell
-    table._link.wake()
-    eventually(lambda: faked.told("a")["late_answers"] == 1, "counters that are told as ever")
-    assert caplog.text.count("CUDA_ERROR_INVALID_VALUE") == 1
-    assert table.stats()["settled"] == 0
-    fake.faults.heal()
-    held.drop()
-    faked.settled(table)
-
-
-def test_a_rank_says_all_it_has_to_say_at_once(faked: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is loaded travels with what is acknowledged: the receiver thread does not wake for it alone."""
-    monkeypatch.setattr("mmbroker.table._DEVICE_WATCH", 3600.0)
-    monkeypatch.setattr("mmbroker.table._WATCH", (3600.0, 3600.0))
-    monkeypatch.setattr("mmbroker.belongings._TALLY", 3600.0)
-    monkeypatch.setattr("mmbroker.receiver._TICK", 3600.0)
-    table = faked.attach()
-    faked.read_on_device(table, faked.client.put(block(0.1, seed=9), to="a"), block(0.1, seed=9))
-    faked.driver.finish()
-    table._link.run(lambda: None, PATIENCE)  # the segments are there, and what that made it do is done
-    said: list[m.Body] = []
-    cast = table._link.cast
-
-    def heard(body: m.Body, session: int | None = None) -> None:
-        said.append(body)
-        cast(body, session)
-
-    monkeypatch.setattr(table._link, "cast", heard)
-    held: list[mmbroker.Held] = []
-    for seed in range(4):
-        held.append(faked.client.put(block(0.1, seed=seed), to="a"))
-        assert faked.reads(table, held[-1], block(0.1, seed=seed))
-        faked.driver.finish()
-    holds = [one.ref.hold for one in held]
-    words = [body for body in said if isinstance(body, m.Ack)]
-    assert words == said
-    assert [body.holds for body in words] == [[hold] for hold in holds]
-    assert [body.loaded for body in words] == [[], *([hold] for hold in holds[:-1])]
-    for one in held:
-        one.drop()
 
 
 def test_a_stream_that_is_destroyed_early(bench: Bench) -> None:

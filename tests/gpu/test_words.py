@@ -1,0 +1,173 @@
+"""What a rank on the GPU tells the broker, and when: not for each thing by itself, but of each thing, and once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import mmbroker
+import mmbroker.table as table_module
+from mmbroker import cuda
+from mmbroker.proto import messages as m
+from mmbroker.proto.errors import BrokerError
+from tests.gpu.bench import Bench
+from tests.gpu.test_table import block, in_thread, look_at
+from tests.kit import PATIENCE, eventually
+from tests.rig import same
+
+
+@pytest.mark.parametrize("what", ["loads", "reads"])
+def test_a_gpu_that_fails_keeps_nobody_from_the_rest(
+    faked: Bench, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """The receiver thread says once what is wrong and does its other duties; nothing is settled before it is known."""
+    fake = faked.driven.fake
+    table = faked.attach()
+    held = faked.client.put(block(1), to="a")
+    if what == "reads":
+        faked.read_on_device(table, held, block(1))
+        fake.faults.fail("cuEventQuery", "CUDA_ERROR_INVALID_VALUE")
+        held.drop()
+    else:
+        fake.faults.fail("cuEventQuery", "CUDA_ERROR_INVALID_VALUE")
+        more = faked.client.put(block(1, seed=3), to="a")
+        more.drop()
+    eventually(lambda: "CUDA_ERROR_INVALID_VALUE" in caplog.text, "a word of it")
+    table._link.late_answers = 1  # something to tell
+    table._link.wake()
+    eventually(lambda: faked.told("a")["late_answers"] == 1, "counters that are told as ever")
+    assert caplog.text.count("CUDA_ERROR_INVALID_VALUE") == 1
+    assert table.stats()["settled"] == 0
+    # Nor does it look again and again.
+    assert table._link.run(lambda: table.chores(time.monotonic()), PATIENCE) >= table_module._WATCH[0]
+    fake.faults.heal()
+    held.drop()
+    faked.settled(table)
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receiver threads do nothing that nobody has asked for."""
+    monkeypatch.setattr("mmbroker.table._REST", 3600.0)
+    monkeypatch.setattr("mmbroker.belongings._TALLY", 3600.0)
+    monkeypatch.setattr("mmbroker.receiver._TICK", 3600.0)
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_rank_says_all_it_has_to_say_at_once(faked: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded travels with what is acknowledged: the receiver thread does not wake for it alone."""
+    monkeypatch.setattr("mmbroker.table._DEVICE_WATCH", 3600.0)
+    monkeypatch.setattr("mmbroker.table._WATCH", (3600.0, 3600.0))
+    table = faked.attach()
+    faked.read_on_device(table, faked.client.put(block(0.1, seed=9), to="a"), block(0.1, seed=9))
+    faked.driver.finish()
+    table._link.run(lambda: None, PATIENCE)  # the segments are there, and what that made it do is done
+    said: list[m.Body] = []
+    cast = table._link.cast
+
+    def heard(body: m.Body, session: int | None = None) -> None:
+        said.append(body)
+        cast(body, session)
+
+    monkeypatch.setattr(table._link, "cast", heard)
+    held: list[mmbroker.Held] = []
+    for seed in range(4):
+        held.append(faked.client.put(block(0.1, seed=seed), to="a"))
+        assert faked.reads(table, held[-1], block(0.1, seed=seed))
+        faked.driver.finish()
+    holds = [one.ref.hold for one in held]
+    words = [body for body in said if isinstance(body, m.Ack)]
+    assert words == said
+    assert [body.holds for body in words] == [[hold] for hold in holds]
+    assert [body.loaded for body in words] == [[], *([hold] for hold in holds[:-1])]
+    for one in held:
+        one.drop()
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("how", ["granted", "offered"])
+def test_a_load_is_told_soon_if_nothing_else_is_to_be_said(faked: Bench, how: str) -> None:
+    table = faked.attach(lazy=how == "offered")
+    for number in range(
+        2
+    ):  # the first one brings a segment, too, after which the receiver thread looks anyway
+        held = faked.client.put(block(1, seed=number), to="a")
+        if how == "offered":
+            look_at(table.take(held.ref))
+        eventually(lambda number=number: faked.count("loads") == number + 1, "the word")
+        held.drop()
+        faked.settled(table)
+
+
+def test_a_closed_tables_tensor_keeps_no_word_back(faked: Bench) -> None:
+    """Another table of the same client loads, after a loss: what is loaded is told, whichever of them looks."""
+    client = faked.connect("both")
+    first = client.attach(engine="a", device="cuda:0", access="readonly")
+    held = faked.client.put(block(1), to="a")
+    faked.read_on_device(first, held, block(1))
+    tensor = first.take(held.ref).tensor
+    first.close()
+    faked.broker.kill()
+    eventually(lambda: not client.connected, "the loss")
+    faked.start()
+    eventually(lambda: client.connected and faked.client.connected, "another broker")
+    second = client.attach(engine="b", device="cuda:0", access="readonly")
+    held = faked.client.put(block(1, seed=3), to="b")
+    faked.read_on_device(second, held, block(1, seed=3))
+    eventually(lambda: faked.count("loads") == 1, "the word")
+    assert same(tensor.cpu(), block(1))
+    held.drop()
+
+
+def test_a_grant_that_was_put_off_and_is_dismissed_with_the_next_one(faked: Bench) -> None:
+    """Graphs were captured; the next grant is read before what was put off is made up for. It is never entered."""
+    table = faked.attach()
+    gpu = table.gpu
+    assert gpu is not None
+
+    def put() -> None:
+        with pytest.raises(BrokerError, match="let go before it acknowledged"):
+            faked.client.put(block(1), to="a")
+
+    with table.quiet():
+        end = in_thread(put)
+        eventually(lambda: table._put_off, "a grant, put off")
+        (late,) = table._put_off
+        assert isinstance(late, m.Grant)
+
+        def over() -> None:
+            gpu.quiet -= 1
+            table.granted([], [late.ref.hold])
+            gpu.quiet += 1
+
+        table._link.run(over, PATIENCE)
+    end()
+    faked.settled(table)
+
+
+def test_what_is_known_to_be_loaded_is_told_though_the_next_is_not(
+    faked: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = faked.attach()
+    gpu = table.gpu
+    assert gpu is not None
+    with monkeypatch.context() as patched:
+        patched.setattr("mmbroker.residence.Residence.loaded", lambda residence, gpu: [])
+        held = [faked.client.put(block(1, seed=seed), to="a") for seed in range(2)]
+        faked.driver.finish()
+    query, asked = faked.driver.query, []
+
+    def second_fails(event: int) -> bool:
+        asked.append(event)
+        if len(asked) == 2:
+            raise cuda.DriverError("CUDA_ERROR_UNKNOWN", "cuEventQuery", "a fault that was ordered")
+        return query(event)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(faked.driver, "query", second_fails)
+        table._link.run(lambda: table.chores(time.monotonic()), PATIENCE)
+    eventually(lambda: faked.count("loads") == 2, "both words")
+    for one in held:
+        one.drop()
+    faked.settled(table)
