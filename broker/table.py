@@ -250,9 +250,8 @@ class FeatureTable:
 
     def granted(self, grants: list[Grant], dismissed: Sequence[int] = ()) -> None:
         """Make entries, and say so. What was dismissed with them is settled by the same word, if it can be."""
-        if (
-            self._quiet or self._put_off
-        ):  # what was put off comes first, and what of it is dismissed never comes
+        if self._quiet or self._put_off:
+            # What was put off comes first, and what of it is dismissed never comes.
             self._put_off += grants
             self.dismissed(dismissed)
             return
@@ -329,12 +328,12 @@ class FeatureTable:
         boot = self._link.boot
         self._withdraw([(boot, hold) for hold in holds])
         unheard = {p.ref.hold for p in self._put_off if isinstance(p, Grant)}.intersection(holds)
-        if unheard:  # granted and dismissed while graphs are captured
+        if unheard:
             self._put_off = [p for p in self._put_off if not (isinstance(p, Grant) and p.ref.hold in unheard)]
             self._link.cast(Settle(list(unheard)))
         self._let_go()
         self._watch_soon()
-        if any(entry.fences for entry in self._over):
+        if any(entry.fences for entry in list(self._over)):
             # No grant came with them: perhaps because somebody waits for what they free. A fence takes a moment to be
             # passed, also in a stream that has nothing to do.
             self._link.hasten(_SECOND_LOOK)
