@@ -6,6 +6,9 @@ VENV_OLD := .venv-sglang-0.5.17
 VENV_VLLM := .venv-vllm-0.33.0
 BIN := $(VENV)/bin
 
+# Where this is set, each of the many processes would compile our modules anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 # The environments are built from one tree.
 .NOTPARALLEL:

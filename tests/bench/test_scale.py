@@ -104,6 +104,7 @@ def test_demand_is_load_times_costs() -> None:
 
 @pytest.mark.mooncake
 @pytest.mark.usefixtures("no_leaks")
+@pytest.mark.long
 def test_every_figure_is_there(tmp_path: Path) -> None:
     file = tmp_path / "scale.json"
     command = [sys.executable, str(BENCH), "--quick", "--json", str(file)]

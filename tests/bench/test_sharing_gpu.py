@@ -94,6 +94,7 @@ def test_a_model_with_few_layers_has_its_features_and_prompts(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("no_leaks")
+@pytest.mark.long
 def test_two_brokers_have_twice_what_one_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines on a fake GPU that read the same features."""
     machine = Machine(tmp_path / "gpus", Make(total=1024 * MIB, context=64 * MIB))

@@ -19,7 +19,7 @@ from tests.kit import eventually
 
 from . import kit
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), *kit.ONCE]
 
 PROGRAM = Path(__file__).with_name("engine_program.py")
 

@@ -35,7 +35,7 @@ SHAPES = [
     Shape("dp", ("--dp-size", "2"), world=2, takes_each=False),
 ]
 #: The older release shares all code but the failing of a request.
-SHORT = {"tp", "pp", "dp"} if kit.NEWEST else {"tp"}
+SHORT = {"tp", "dp"} if kit.NEWEST else set()
 TESTED = [pytest.param(shape, marks=[] if shape.name in SHORT else pytest.mark.long) for shape in SHAPES]
 
 

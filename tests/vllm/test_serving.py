@@ -73,6 +73,7 @@ def test_two_api_servers_preprocess_each_picture_once() -> None:
             assert server.healthy()
 
 
+@pytest.mark.long  # what one engine encoded another one loads: `test_identity` shows it without servers
 def test_what_one_replica_encoded_the_other_loads() -> None:
     """Each has a scheduler and an encoder cache of its own; vLLM sends requests to whichever has fewer."""
     with kit.scratch() as directory, kit.running_broker(directory / "broker") as broker:
