@@ -37,8 +37,9 @@ def test_granted_before_the_broker_knows(
                 seen.append(body)
             return call(body, *args)
 
-        monkeypatch.setattr(engine._link, "call", late)
-        table.close()
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._link, "call", late)
+            table.close()
         assert len(seen) == 1
         eventually(lambda: broker.status()["holds"] == others, "nothing of the refused one")
         again = engine.attach(engine="a", access="readonly")
