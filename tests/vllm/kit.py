@@ -21,6 +21,8 @@ from tests import kit
 
 #: How long an engine may take to start, and to answer, in seconds.
 START, PATIENCE = 400.0, 120.0
+#: What vLLM finds out about models in a process of its own, which takes ten seconds: once for all engines.
+CACHE = Path(sys.prefix) / "share" / "mmbroker" / "vllm-cache"
 #: For engines that have two ranks or replicas: vLLM's CPU platform wants a node of memory for each.
 TWO_NODES = {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
 
@@ -101,7 +103,7 @@ def environment(scratch: Path, probe: Probe) -> dict[str, str]:
         "VLLM_TARGET_DEVICE": "cpu",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": str(scratch / "cache"),
+        "VLLM_CACHE_ROOT": str(CACHE),
         "TEST_PROBE": str(probe.directory),
         "PYTHONPATH": os.pathsep.join([str(probe.site), str(Path(__file__).parents[2])]),
         "OMP_NUM_THREADS": "1",

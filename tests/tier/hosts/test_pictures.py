@@ -13,7 +13,7 @@ from tests.sglang import kit
 
 from .fleet import Fleet, Host
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), pytest.mark.long]
 
 #: Names of the real SGLang's servers on hosts a and b.
 SERVERS = {"a": "one", "b": "two"}
