@@ -114,6 +114,7 @@ class Claims:
         self.claims: dict[int, Claim] = {}  # by generation
         self.leases: dict[int, Claim] = {}  # by number, all there ever were
         self.promises: dict[int, Word] = {}  # by number, all there ever were
+        self.guessed: set[tuple[int, int]] = set()  # what a session gave back that it had not been told of
         self.holds: dict[int, HoldView] = {}
         self.waiting: dict[tuple[int, int], Waiting] = {}
         self.calls = 0
@@ -162,6 +163,8 @@ class Claims:
                     word = self.promises.get(number)
                     if word is not None and word.session == session:
                         word.state = "over"
+                    elif claim is None and word is None:
+                        self.guessed.add((session, number))
             case m.Unpin(leases):
                 for number in leases:
                     if number in self.leases and self.leases[number].writer == session:

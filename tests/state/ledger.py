@@ -270,6 +270,10 @@ class Ledger(Claims):
         for key, result in zip(call.keys, results, strict=True):
             if isinstance(result, m.Due):
                 assert result.promise not in self.promises and result.promise not in self.leases
+                if (session, result.promise) in self.guessed:
+                    self.promises[result.promise] = Word(session, namespace, key, "over")
+                    due.add(key)
+                    continue
                 assert not self._promised(namespace, key, "open"), "promised twice"
                 if call.to is None:  # else it may have changed until the hits were acknowledged
                     writers = [c for c in self._writers(namespace, key) if not self._moves(c.writer)]
