@@ -30,7 +30,7 @@ from mmbroker.demo.model import tiny_model
 from tests import kit
 
 NEWEST = VERSION == "0.5.23"
-#: For tests that touch nothing of SGLang that others do not touch: in the short run, the newest release is enough.
+#: For the longest: in the short run they have the newest release only; `make test-long` has them with the older, too.
 ONCE = [] if NEWEST else [pytest.mark.long]
 
 
