@@ -79,7 +79,7 @@ class Entry:
         place, gpu = self.place, self.residence.gpu
         watch: Watch
         if place is not None and gpu is not None:
-            tensors, watch = gpu.build(self.layout, place, self.ref.nbytes)
+            tensors, watch = gpu.build(self.layout, place)
         else:
             tensors, exporter = export(self.layout, self.memory)
             watch = weakref.ref(exporter)

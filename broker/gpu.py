@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mmbroker.proto.errors import BrokerLost
@@ -106,7 +105,7 @@ class Gpu:
         self._ready = False
         self.closed = False
         #: The raw number of the calling thread's current stream, as torch has it.
-        self.current_stream: Callable[[], int] = partial(driver.current_stream, uuid)
+        self.current_stream: Callable[[], int] = driver.current_stream(uuid)
         self._maps: dict[int, DeviceMaps] = {}
         self._pinned: set[int] = set()  # addresses of maps
         self._dead: deque[tuple[int, int, int]] = deque()
@@ -394,18 +393,13 @@ class Gpu:
         self.driver.synchronize(event)
         self._events.append(event)
 
-    def build(
-        self, layout: Layout, place: Place, nbytes: int
-    ) -> tuple[list[torch.Tensor], weakref.ref[Exporter]]:
+    def build(self, layout: Layout, place: Place) -> tuple[list[torch.Tensor], weakref.ref[Exporter]]:
         """Tensors over a place, and the exporter that they keep alive."""
-        import torch
-
         exporter = Exporter(place.maps)
-        whole = self.driver.tensor(place.address, nbytes, self.uuid, exporter)
         tensors = [
-            whole[offset : offset + elements * dtype.itemsize].view(dtype).view(shape)
+            self.driver.tensor(place.address + offset, dtype, shape, self.uuid, exporter)
             if elements
-            else torch.empty(shape, dtype=dtype, device=whole.device)
+            else self.driver.empty(0, self.uuid, self._stream).view(dtype).view(shape)
             for dtype, shape, elements, offset in layout
         ]
         return tensors, weakref.ref(exporter)

@@ -189,9 +189,7 @@ class Lease:
         tensors = self._tensors
         if tensors is None:
             if self._gpu is not None:
-                tensors, self._exporter = self._gpu.build(
-                    layout(self.form), self._place(self._gpu), self.form.nbytes
-                )
+                tensors, self._exporter = self._gpu.build(layout(self.form), self._place(self._gpu))
             else:
                 tensors, exporter = export(layout(self.form), self.memory())
                 self._exporter = weakref.ref(exporter)

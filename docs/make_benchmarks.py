@@ -417,7 +417,7 @@ def _loads(found: dict[str, Any]) -> Lines:
 
 def _inside(found: dict[str, Any]) -> Lines:
     yield from table(
-        ("load", "transport", ">queue ms p50", ">p99", ">loop ms p50", ">p99", ">transport", ">idle",
+        ("load", "transport", ">queue ms p50", ">p99", ">loop ms p50", ">p99", ">transport", ">idle", ">GPU busy",
          ">MiB tokenizers and broker", ">cores tokenizers", ">scheduler", ">broker"),
         [
             (
@@ -426,7 +426,11 @@ def _inside(found: dict[str, Any]) -> Lines:
                 *(number((run.get(k) or {}).get(p)) for k in ("queue_ms", "loop_ms") for p in ("p50", "p99")),
                 *(
                     "-" if share is None else f"{share:.1%}"
-                    for share in (run["profile"].get("transport"), run["profile"].get("shares", {}).get("idle"))
+                    for share in (
+                        run["profile"].get("transport"),
+                        run["profile"].get("shares", {}).get("idle"),
+                        run["watch"].get("gpu_busy"),
+                    )
                 ),
                 number(goals.memory({"runs": [run]}, run["transport"], run["load"]["name"])),
                 *(

@@ -24,6 +24,7 @@ class Fetching:
     def __init__(self, device: str) -> None:
         self._driver = cuda.open_driver()
         self._uuid = path.find(device)
+        self._current_stream = self._driver.current_stream(self._uuid)
         self._here = threading.local()
         self._stream = self._copied = 0
         self._stage: Mapping | None = None
@@ -35,7 +36,7 @@ class Fetching:
             return 0
         event = self._driver.event()
         try:
-            self._driver.record(event, self._driver.current_stream(self._uuid))
+            self._driver.record(event, self._current_stream())
         except BaseException:
             self._driver.destroy_event(event)
             raise

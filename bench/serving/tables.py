@@ -76,8 +76,9 @@ def _times(run: Mapping[str, Any]) -> list[str]:
 def costs(found: Mapping[str, Any]) -> Iterator[Table]:
     """What the processes did meanwhile."""
     inside = table(
-        "Inside: ms in the queue, ms of the loop's turns, shares of the scheduler's thread",
+        "Inside: ms in the queue, ms of the loop's turns, shares of the scheduler's thread, and of the GPU's time",
         "load", "transport", ">queue p50", ">p99", ">mean", ">loop p50", ">p99", ">mean", ">transport", ">idle",
+        ">GPU busy",
     )  # fmt: skip
     beside = table(
         "Processes: peaks of GPU memory in MiB, processor in cores",
@@ -86,7 +87,8 @@ def costs(found: Mapping[str, Any]) -> Iterator[Table]:
     for run in found["runs"]:
         name = (run["load"]["name"], run["transport"])
         queue, loop = run.get("queue_ms") or {}, run.get("loop_ms") or {}
-        shares = (run["profile"].get("transport"), run["profile"].get("shares", {}).get("idle"))
+        profile, watch = run["profile"], run["watch"]
+        shares = (profile.get("transport"), profile.get("shares", {}).get("idle"), watch.get("gpu_busy"))
         inside.add_row(
             *name,
             *(number(one.get(p)) for one in (queue, loop) for p in ("p50", "p99", "mean")),

@@ -45,6 +45,13 @@ class Gpu:
     def free(self) -> int | None:
         return None if self._nvml is None else self._nvml.free(self._uuid)
 
+    def busy(self) -> float | None:
+        """The share of the last moments in which kernels ran; None where the driver does not tell, as beside MIG."""
+        try:
+            return None if self._nvml is None else self._nvml.busy(self._uuid)
+        except cuda.DriverError:
+            return None
+
     def unattributed(self) -> int | None:
         """Bytes that are taken, and that the driver counts for no process: its own, and those of processes without a
         context, as brokers are. None where it does not tell, or where memory was taken while it was asked."""
@@ -67,6 +74,7 @@ class Watch:
         self._first: dict[int, int] = {}
         self._peaks: dict[int, int] = {}
         self._unattributed: list[int] = []
+        self._busy: list[float] = []
         self._least_free: int | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -111,6 +119,8 @@ class Watch:
         if self._free_before is not None and self._least_free is not None:
             self.found["gpu_free_before_mib"] = round(self._free_before / _MIB, 1)
             self.found["gpu_free_least_mib"] = round(self._least_free / _MIB, 1)
+        if self._busy:
+            self.found["gpu_busy"] = round(sum(self._busy) / len(self._busy), 3)
         if self._unattributed:
             self.found["gpu_unattributed_before_mib"] = _mib(self._unattributed[0])
             self.found["gpu_unattributed_most_mib"] = _mib(max(self._unattributed))
@@ -125,6 +135,8 @@ class Watch:
         free = self._gpu.free()
         if free is not None:
             self._least_free = min(free, free if self._least_free is None else self._least_free)
+        if (busy := self._gpu.busy()) is not None:
+            self._busy.append(busy)
         if (unattributed := self._gpu.unattributed()) is not None:
             self._unattributed.append(unattributed)
 

@@ -9,6 +9,7 @@ context that torch uses too, in any thread that has called `use`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
 from mmbroker.proto.errors import BrokerError
@@ -134,8 +135,9 @@ class Driver(Protocol):
         """Copy between any two addresses. Host memory that is not pinned makes it wait, or be slow."""
         ...
 
-    def current_stream(self, uuid: str) -> int:
-        """The stream on which torch works in the calling thread."""
+    def current_stream(self, uuid: str) -> Callable[[], int]:
+        """What tells the stream on which torch works in the thread that calls it. A scheduler calls it at each release,
+        so there is nothing between it and torch."""
         ...
 
     def relaxed_capture(self) -> None:
@@ -146,8 +148,11 @@ class Driver(Protocol):
         """Whether a stream is being captured into a CUDA graph."""
         ...
 
-    def tensor(self, address: int, nbytes: int, uuid: str, owner: object) -> torch.Tensor:
-        """A uint8 tensor of shape (nbytes,) over memory of the GPU; `owner` lives as long as it and its views."""
+    def tensor(
+        self, address: int, dtype: torch.dtype, shape: tuple[int, ...], uuid: str, owner: object
+    ) -> torch.Tensor:
+        """A contiguous tensor, of at least one element, over memory of the GPU; `owner` lives as long as it and its
+        views."""
         ...
 
     def home(self, tensor: torch.Tensor) -> str:

@@ -12,6 +12,7 @@ is not writable kills the process, where a GPU would lose its context.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -255,8 +256,8 @@ class FakeDriver:
             if size:
                 self._copy(dst + offset, src + offset, size, stream)
 
-    def current_stream(self, uuid: str) -> int:
-        return self._thread.current
+    def current_stream(self, uuid: str) -> Callable[[], int]:
+        return lambda: self._thread.current
 
     def relaxed_capture(self) -> None:
         self._call("cuThreadExchangeStreamCaptureMode", context=False)
@@ -266,12 +267,14 @@ class FakeDriver:
         self._call("cuStreamIsCapturing")
         return stream in self._captures
 
-    def tensor(self, address: int, nbytes: int, uuid: str, owner: object) -> torch.Tensor:
+    def tensor(
+        self, address: int, dtype: torch.dtype, shape: tuple[int, ...], uuid: str, owner: object
+    ) -> torch.Tensor:
         import torch
 
-        region = (ctypes.c_ubyte * nbytes).from_address(address)
+        region = (ctypes.c_ubyte * (math.prod(shape) * dtype.itemsize)).from_address(address)
         region.owner = owner  # type: ignore[attr-defined]
-        return torch.frombuffer(region, dtype=torch.uint8)
+        return torch.frombuffer(region, dtype=dtype).view(shape)
 
     def home(self, tensor: torch.Tensor) -> str:
         return next(iter(self._contexts), "")

@@ -1,6 +1,6 @@
 """What the management library knows about GPUs. It needs no CUDA context, and neither makes nor shows one.
 
-Called through ctypes: four functions are not worth a dependency, and the daemon stays small.
+Called through ctypes: a few functions are not worth a dependency, and the daemon stays small.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ class _Process(ctypes.Structure):
         ("gpu_instance", ctypes.c_uint),
         ("compute_instance", ctypes.c_uint),
     )
+
+
+class _Rates(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
 class Nvml:
@@ -64,6 +68,12 @@ class Nvml:
     def free(self, uuid: str) -> int:
         """Bytes that nobody has."""
         return int(self._memory(self._handle(uuid)).free)
+
+    def busy(self, uuid: str) -> float:
+        """The share of the last fraction of a second in which any kernel ran, from 0 to 1."""
+        rates = _Rates()
+        self._call("nvmlDeviceGetUtilizationRates", self._handle(uuid), ctypes.byref(rates))
+        return float(rates.gpu) / 100
 
     def processes(self, uuid: str) -> dict[int, int]:
         """Pid and bytes of the processes that compute on a GPU; -1 where the bytes are not told."""

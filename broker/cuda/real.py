@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
@@ -25,6 +26,20 @@ if TYPE_CHECKING:
 
 _LIBRARY: Final = "libcuda.so.1"
 _SUCCESS: Final = 0
+#: What numpy calls the dtypes that torch and it both have; others are made as integers of their size.
+_TYPESTRS: Final = {
+    "bool": "|b1",
+    "uint8": "|u1",
+    "int8": "|i1",
+    "int16": "<i2",
+    "int32": "<i4",
+    "int64": "<i8",
+    "float16": "<f2",
+    "float32": "<f4",
+    "float64": "<f8",
+    "complex64": "<c8",
+    "complex128": "<c16",
+}
 _NOT_READY: Final = 600
 
 
@@ -211,8 +226,10 @@ class RealDriver:
             if code := self._copy(dst + offset, src + offset, size, stream):
                 self._refuse("cuMemcpyAsync", code)
 
-    def current_stream(self, uuid: str) -> int:
-        return int(self._raw_stream(self._devices[uuid].index))
+    def current_stream(self, uuid: str) -> Callable[[], int]:
+        import torch
+
+        return partial(torch._C._cuda_getCurrentRawStream, self._devices[uuid].index)
 
     def relaxed_capture(self) -> None:
         mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -222,10 +239,18 @@ class RealDriver:
         (status,) = self._call("cuStreamIsCapturing", stream)
         return bool(status != self._cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
-    def tensor(self, address: int, nbytes: int, uuid: str, owner: object) -> torch.Tensor:
+    def tensor(
+        self, address: int, dtype: torch.dtype, shape: tuple[int, ...], uuid: str, owner: object
+    ) -> torch.Tensor:
         import torch
 
-        return torch.as_tensor(_Bytes(address, nbytes, owner), device=f"cuda:{self._devices[uuid].index}")
+        # In one call: a receiver makes a tensor for each feature that arrives, and torch gives up the GIL in each call.
+        name = self._typestrs.get(dtype)
+        whole = torch.as_tensor(
+            _Array(address, name or f"<i{dtype.itemsize}", shape, owner),
+            device=f"cuda:{self._devices[uuid].index}",
+        )
+        return whole if name else whole.view(dtype)
 
     def home(self, tensor: torch.Tensor) -> str:
         if not tensor.is_cuda:
@@ -253,10 +278,11 @@ class RealDriver:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _raw_stream(self) -> Any:
+    def _typestrs(self) -> dict[Any, str]:
+        """The dtypes that torch takes by their numpy names."""
         import torch
 
-        return torch._C._cuda_getCurrentRawStream
+        return {getattr(torch, dtype): name for dtype, name in _TYPESTRS.items()}
 
     @cached_property
     def _nvml(self) -> Nvml:
@@ -305,15 +331,15 @@ class RealDriver:
         raise error(code.name, function, text.decode() if text else "refused")
 
 
-class _Bytes:
+class _Array:
     """Memory as torch understands it. torch keeps it, and so the owner, as long as it has a tensor over it."""
 
     __slots__ = ("__cuda_array_interface__", "owner")
 
-    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+    def __init__(self, address: int, typestr: str, shape: tuple[int, ...], owner: object) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
+            "shape": shape,
+            "typestr": typestr,
             "data": (address, False),  # torch knows no read-only tensors; the map itself is
             "version": 2,
         }

@@ -19,6 +19,7 @@ from bench import sharing_gpu
 from bench.gpu_peers import Engine, Feeder, uuid
 from bench.processes import Workshop
 from bench.serving import books, pairs, watch
+from mmbroker.cuda import DriverError
 from mmbroker.cuda.devices import Device
 from mmbroker.cuda.fake_memory import VARIABLE, Machine, Make
 
@@ -139,6 +140,7 @@ class Driver:
     def __init__(self, free: int, *used: int) -> None:
         self.now(free, *used)
         self.then = 0
+        self.busy_shares = [0.5]
 
     def now(self, free: int, *used: int) -> None:
         """In MiB; the first process is this one."""
@@ -150,6 +152,11 @@ class Driver:
 
     def free(self, uuid: str) -> int:
         return self.state[0]
+
+    def busy(self, uuid: str) -> float:
+        if not self.busy_shares:
+            raise DriverError("NVML_ERROR_3", "nvmlDeviceGetUtilizationRates", "Not Supported")
+        return self.busy_shares[-1]
 
     def processes(self, uuid: str) -> dict[int, int]:
         free, used = self.state
@@ -186,6 +193,20 @@ def test_memory_is_watched_from_before_to_its_most(monkeypatch: pytest.MonkeyPat
     assert seen.found["gpu_free_least_mib"] == 300.0
     assert seen.found["gpu_unattributed_before_mib"] == 200.0
     assert seen.found["gpu_unattributed_most_mib"] == 350.0
+
+
+def test_how_busy_the_gpu_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(500, 300)
+    monkeypatch.setattr(watch, "Nvml", lambda: driver)
+    monkeypatch.setattr(watch, "PERIOD", 1000.0)  # it looks when it is told to
+    with watch.Watch(watch.Gpu("0"), [os.getpid()], []) as seen:
+        driver.busy_shares.append(1.0)
+        seen._look()
+    assert seen.found["gpu_busy"] == 0.75
+    driver.busy_shares = []  # it does not tell
+    with watch.Watch(watch.Gpu("0"), [os.getpid()], []) as seen:
+        pass
+    assert "gpu_busy" not in seen.found
 
 
 # --- what is made of it ---------------------------------------------------------------------------------------------

@@ -70,9 +70,11 @@ class Agent:
 
     def compute_into(self, address: int, nbytes: int) -> None:
         """What a model does that writes into its input: torch, through a map that may be read-only."""
-        tensor = self.driver.tensor(address, nbytes, self.uuid, None)
+        import torch
+
+        tensor = self.driver.tensor(address, torch.uint8, (nbytes,), self.uuid, None)
         tensor.add_(1)
-        self.rig.finish(self.driver.current_stream(self.uuid))
+        self.rig.finish(self.driver.current_stream(self.uuid)())
 
     def query_after_fault(self) -> bool:
         return self.driver.query(self.driver.event())

@@ -113,6 +113,8 @@ def without_context() -> None:
 
 def segments(driver: Driver, uuid: str) -> None:
     """Segments: import, two maps, an exporter that is killed"""
+    import torch
+
     from tests.cuda.rig import Rig
 
     free = driver.free(uuid)
@@ -141,7 +143,7 @@ def segments(driver: Driver, uuid: str) -> None:
         say("copy into the read-only map", "NOT REFUSED")
     except DriverError as error:
         say("copy into the read-only map", f"{type(error).__name__}: {error}")
-    timed("tensor over an address", lambda: driver.tensor(reader, MIB, uuid, None), 1000)
+    timed("tensor over an address", lambda: driver.tensor(reader, torch.uint8, (MIB,), uuid, None), 1000)
     driver.unmap(writer, SEGMENT)
     driver.unmap(reader, SEGMENT)
     driver.release(handle)
@@ -287,7 +289,7 @@ def hot_calls(driver: Driver, uuid: str) -> None:
         "wait": lambda: driver.wait(stream, event),
         "wait, cuda.bindings": lambda: cuda.cuStreamWaitEvent(wrapped_stream, wrapped_event, 0),
         "copy of 4 KiB": lambda: driver.copy(slot, host.address, 4096, stream),
-        "current_stream": lambda: driver.current_stream(uuid),
+        "current_stream": driver.current_stream(uuid),
         "capturing": lambda: driver.capturing(stream),
         "relaxed_capture": driver.relaxed_capture,
         "record and query and wait": lambda: (
@@ -377,7 +379,7 @@ def capture_states(driver: Driver, uuid: str) -> None:
 
     with torch.cuda.graph(graph):
         state.add_(1)
-        thread = threading.Thread(target=look, args=(driver.current_stream(uuid),))
+        thread = threading.Thread(target=look, args=(driver.current_stream(uuid)(),))
         thread.start()
         thread.join()
     say("capturing(), asked from another thread", answers)

@@ -100,7 +100,7 @@ def test_the_current_stream_is_done_when_the_call_returns(fake: Rig) -> None:
             host.view[:] = bytes([number]) * SIZE
             driver.copy(slot, host.address, SIZE, loader)
             driver.record(loaded, loader)
-            driver.wait(driver.current_stream(fake.uuid), loaded)
+            driver.wait(driver.current_stream(fake.uuid)(), loaded)
             assert ctypes.string_at(slot, SIZE) == bytes(host.view)
         with driver.current(loader):
             driver.copy(slot, host.address, 8, loader)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import math
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ import weakref
 import pytest
 
 from mmbroker.cuda import DriverError, NotShareable, OutOfDeviceMemory
+from mmbroker.proto.dtypes import ITEMSIZE
 from tests.cuda.rig import MIB, Refused, Rig
 from tests.kit import descriptors, eventually
 
@@ -189,28 +191,43 @@ def test_tensor_over_an_address(rig: Rig) -> None:
     values = torch.arange(1000, dtype=torch.float32)
     with rig.memory(SIZE, writable=True) as address:
         rig.write(address + 4096, values.numpy().tobytes())
-        tensor = rig.driver.tensor(address + 4096, 4000, rig.uuid, None)
-        assert (
-            tensor.dtype == torch.uint8
-            and tensor.shape == (4000,)
-            and tensor.device == torch.device(rig.device)
-        )
+        tensor = rig.driver.tensor(address + 4096, torch.float32, (10, 100), rig.uuid, None)
+        assert tensor.dtype == torch.float32 and tensor.shape == (10, 100) and tensor.is_contiguous()
+        assert tensor.device == torch.device(rig.device)
         assert tensor.data_ptr() == address + 4096
-        view = tensor.view(torch.float32).view(10, 100)
-        assert torch.equal(view.cpu(), values.view(10, 100))
-        assert torch.equal((view * 2).cpu(), values.view(10, 100) * 2)
-        assert torch.equal(tensor[4:8].view(torch.bfloat16).cpu(), values[1:2].view(torch.bfloat16))
-        del tensor, view
+        assert torch.equal(tensor.cpu(), values.view(10, 100))
+        assert torch.equal((tensor * 2).cpu(), values.view(10, 100) * 2)
+        half = tensor[0, 1:2].view(torch.bfloat16)
+        assert torch.equal(half.cpu(), values[1:2].view(torch.bfloat16))
+        del tensor, half
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3, 4)])
+@pytest.mark.parametrize("name", ITEMSIZE)
+def test_a_tensor_of_every_dtype(rig: Rig, name: str, shape: tuple[int, ...]) -> None:
+    import torch
+
+    dtype, nbytes = getattr(torch, name), ITEMSIZE[name] * math.prod(shape)
+    data = bytes(n % 2 for n in range(nbytes)) if name == "bool" else random.Random(name).randbytes(nbytes)
+    with rig.memory(SIZE, writable=True) as address:
+        rig.write(address + 512, data)
+        tensor = rig.driver.tensor(address + 512, dtype, shape, rig.uuid, None)
+        assert (tensor.dtype, tensor.shape, tensor.data_ptr()) == (dtype, shape, address + 512)
+        assert tensor.device == torch.device(rig.device)
+        assert tensor.flatten().view(torch.uint8).cpu().numpy().tobytes() == data
+        del tensor
 
 
 def test_a_tensor_keeps_its_owner(rig: Rig) -> None:
+    import torch
+
     class Owner:
         pass
 
     with rig.memory(SIZE) as address:
         owner = Owner()
         alive = weakref.ref(owner)
-        tensor = rig.driver.tensor(address, 4096, rig.uuid, owner)
+        tensor = rig.driver.tensor(address, torch.uint8, (4096,), rig.uuid, owner)
         count = sys.getrefcount(owner)
         view = tensor[8:16].view(2, 4)
         assert sys.getrefcount(owner) == count

@@ -268,16 +268,16 @@ def test_one_thread_records_what_another_waits_for(rig: Rig) -> None:
 
 def test_the_current_stream_is_torchs(rig: Rig) -> None:
     driver = rig.driver
-    before = driver.current_stream(rig.uuid)
+    before = driver.current_stream(rig.uuid)()
     with rig.stream() as stream, rig.current(stream):
-        assert driver.current_stream(rig.uuid) == stream
+        assert driver.current_stream(rig.uuid)() == stream
 
         def elsewhere() -> int:
             driver.use(rig.uuid)
-            return driver.current_stream(rig.uuid)
+            return driver.current_stream(rig.uuid)()
 
         assert rig.thread(elsewhere) == before
-    assert driver.current_stream(rig.uuid) == before
+    assert driver.current_stream(rig.uuid)() == before
 
 
 def test_torch_reads_right_bytes_once_its_stream_waits(rig: Rig) -> None:
@@ -288,14 +288,14 @@ def test_torch_reads_right_bytes_once_its_stream_waits(rig: Rig) -> None:
     with rig.memory(SIZE) as slot, rig.pinned(SIZE) as host, rig.stream() as loader, rig.stream() as forward:
         expected = torch.arange(SIZE // 4, dtype=torch.int32)
         host.view[:] = expected.numpy().tobytes()
-        tensor = driver.tensor(slot, SIZE, rig.uuid, None).view(torch.int32)
+        tensor = driver.tensor(slot, torch.int32, (SIZE // 4,), rig.uuid, None)
         with rig.current(forward), rig.event() as loaded, rig.event() as read:
             driver.copy(slot, host.address, SIZE, loader)
             driver.record(loaded, loader)
             if not driver.query(loaded):
-                driver.wait(driver.current_stream(rig.uuid), loaded)
+                driver.wait(driver.current_stream(rig.uuid)(), loaded)
             doubled = tensor * 2
-            driver.record(read, driver.current_stream(rig.uuid))
+            driver.record(read, driver.current_stream(rig.uuid)())
             driver.synchronize(read)
             assert torch.equal(doubled.cpu(), expected * 2)
         del tensor

@@ -38,7 +38,7 @@ def test_a_put_waits_for_what_the_callers_stream_waits_for(bench: Bench) -> None
         driven.memory(2 << 20) as address,
         driven.pinned(nbytes) as source,
     ):
-        tensor = driver.tensor(address, nbytes, driven.uuid, None)
+        tensor = driver.tensor(address, torch.uint8, (nbytes,), driven.uuid, None)
         for seed in range(100):
             feature = values(torch.uint8, (nbytes,), seed=seed)
             source.view[:] = feature.numpy().tobytes()

@@ -156,8 +156,7 @@ def test_a_save_waits_for_the_stream_that_writes_it_and_the_step_does_not(worker
         driven.pinned(made.nbytes) as source,
     ):
         source.view[:] = made.view(torch.uint8).numpy().tobytes()
-        tensor = bench.driver.tensor(address, made.nbytes, driven.uuid, None)
-        tensor = tensor.view(made.dtype).view(made.shape)
+        tensor = bench.driver.tensor(address, made.dtype, made.shape, driven.uuid, None)
         with driven.blocked(stream):
             bench.driver.copy(address, source.address, made.nbytes, stream)
             with driven.current(stream):

@@ -58,7 +58,7 @@ def test_a_tensor_that_is_not_finished(bench: Bench) -> None:
         driven.pinned(1 << 20) as source,
     ):
         source.view[: feature.nbytes] = feature.numpy().tobytes()
-        tensor = bench.driver.tensor(address, feature.nbytes, driven.uuid, None)
+        tensor = bench.driver.tensor(address, torch.uint8, (feature.nbytes,), driven.uuid, None)
         keep: list[object] = []
 
         def put() -> None:
