@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 from mmbroker.proto.errors import FeatureMissing
 from mmbroker.proto.reference import Reference
 
-from .gpu import Fence, Gpu, Place, raw_stream
+from .fences import Fence
+from .gpu import Gpu, Place, raw_stream
 from .mapping import Mapping
 from .tensors import Layout, build, export, layout
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 #: A use that reads nothing at present, and does not keep a feature on the device.
 PAUSED: Final = False
+
+#: So many fences are kept for one entry; with more, everything on the GPU is waited for in the end.
+_MOST_FENCES: Final = 64
 
 Key = tuple[bytes, int]  # boot and hold
 #: A weak reference to what lives exactly as long as an entry's tensors.
@@ -99,12 +103,23 @@ class Entry:
 
 
 def _note(entry: Entry, gpu: Gpu, stream: object) -> None:
-    """What is in this stream by now may read the entry. If it cannot be told which stream that is, any may."""
+    """What is in this stream by now may read the entry. If it cannot be told which stream that is, any may.
+
+    In a stream that lasts, the receiver thread makes one fence for all that it has read. One that somebody has made may
+    be destroyed by then, and CUDA crashes if it is told of it: its fence is made here.
+    """
     try:
         raw = gpu.current_stream() if stream is None else raw_stream(stream)
-        entry.streams[raw] = gpu.streams[raw] = None
+        if raw in gpu.streams or gpu.lasts(raw, stream):
+            entry.streams[raw] = None
+            return
+        gpu.foreign = True
+        if gpu.quiet or len(entry.fences) >= _MOST_FENCES:
+            entry.outlived = True
+        else:
+            entry.fences.append(gpu.fence(raw))
     except BaseException as error:
-        entry.outlived = True
+        gpu.foreign = entry.outlived = True
         if not isinstance(error, Exception):
             raise
 
@@ -168,8 +183,8 @@ class Use:
         """No longer in use. Idempotent. A tensor kept beyond this stays valid, and its memory stays in use.
 
         `stream`: the device stream that last read it, as torch's object or its raw number; None: the current one. The
-        memory stays in use until what is in that stream by now is done. The stream must live as long as the client, as
-        torch's own do. Of no meaning on the CPU.
+        memory stays in use until what is in that stream by now is done. For one of torch's own, given as its object or
+        as the current one, this costs less than for others. Of no meaning on the CPU.
         """
         entry, self._entry = self._entry, None
         if entry is None:

@@ -19,6 +19,7 @@ from mmbroker.proto.messages import DevicePlace
 
 from . import mapping
 from .cuda import Driver, DriverError
+from .fences import Drain, Fence
 from .mapping import Mapping
 from .tensors import Layout
 
@@ -84,15 +85,6 @@ class Place:
         self.source = source  # the memory that is being read
 
 
-class Fence:
-    """Behind everything that was in a stream when it was made. `event` is 0 once all that is done."""
-
-    __slots__ = ("event",)
-
-    def __init__(self, event: int) -> None:
-        self.event = event
-
-
 class Gpu:
     """One client's use of one GPU, over all its sessions. What is below `any thread` is for other threads, too."""
 
@@ -113,8 +105,10 @@ class Gpu:
         self._loading: deque[Place] = deque()  # in the order of their copies
         self.quiet = 0  # > 0: graphs are being captured; nothing is to be mapped, pinned, loaded or queried
         self.imports = self.loads = self.bytes_loaded = 0
-        self.streams: dict[int, None] = {}  # that have read our tensors
+        self.streams: dict[int, None] = {}  # that have read our tensors, and live as long as the process
+        self.foreign = False  # others have, too
         self._fences: dict[int, Fence] = {}  # by event, that have not been passed as far as is known
+        self._drain = Drain(self._finish)
         self.unpinned = ""  # why host memory could not be pinned
 
     # --- the receiver thread ----------------------------------------------------------------------------------------
@@ -235,9 +229,18 @@ class Gpu:
             self.driver.synchronize(self._loading[-1].event)
 
     def await_readers(self) -> None:
-        """Wait for everything that this process has told the GPU to do: a stream that we knew may be destroyed."""
+        """Wait for everything that this process has told the GPU to do, also in streams that we do not know."""
         if self._ready:
             self.driver.finish()
+
+    def drain(self) -> Fence:
+        """A fence behind all that."""
+        return self._drain.fence()
+
+    def _finish(self) -> None:
+        self._use()
+        self.driver.relaxed_capture()
+        self.driver.finish()
 
     def echo(self, place: Place, offset: int, written: memoryview, read: memoryview) -> None:
         """Host bytes to a place through its writable address, and back through the readable one. Waits."""
@@ -280,6 +283,7 @@ class Gpu:
         self.quiet = 0
         self.await_copies()
         self.await_readers()
+        self._drain.close()
         self.loaded()
         self._maps.clear()
         self.sweep()
@@ -319,22 +323,23 @@ class Gpu:
             raise
         return event
 
-    def fence(self, stream: int) -> Fence | None:
-        """A new fence in a stream; None if the stream was destroyed. Raises `DriverError` if the context is lost."""
-        try:
-            fence = Fence(self._recorded(stream))
-        except DriverError:
-            # CUDA says of a stream that was destroyed what it says of a lost context. In that, ours is lost as well.
-            self._events.append(self._recorded(self._stream))
-            self.streams.pop(stream, None)
-            return None
+    def lasts(self, raw: int, stream: object) -> bool:
+        """Is a stream known to live as long as the process? Then a fence can be made in it later, for all that it has
+        read. `stream`: as torch's object, its raw number, or None: the calling thread's current one."""
+        if not self.driver.lasting(stream, self.uuid):
+            return False
+        self.streams[raw] = None
+        return True
+
+    def fence(self, stream: int) -> Fence:
+        """A new fence in a stream, which exists. Raises `DriverError`."""
+        fence = Fence(self._recorded(stream))
         self._fences[fence.event] = fence
         return fence
 
     def fences(self) -> list[Fence]:
-        """In every stream that may use our memory, and in the calling thread's current one."""
-        behind = (self.fence(stream) for stream in {**self.streams, self.current_stream(): None})
-        return [fence for fence in behind if fence is not None]
+        """In every stream that lasts and may use our memory, and in the calling thread's current one."""
+        return [self.fence(stream) for stream in {**self.streams, self.current_stream(): None}]
 
     def passed(self, fences: deque[Fence]) -> bool:
         """Whether everything before these fences is done; those that are known to be passed are taken out."""
@@ -343,7 +348,7 @@ class Gpu:
         return not fences
 
     def _passed(self, fence: Fence) -> bool:
-        if (event := fence.event) and self.driver.query(event):
+        if (event := fence.recorded) and self.driver.query(event):
             fence.event = 0
             if self._fences.pop(event, None) is not None:
                 self._events.append(event)

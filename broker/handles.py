@@ -17,7 +17,8 @@ from mmbroker.proto.reference import Reference
 
 from .connection import Connection
 from .cuda import DriverError
-from .gpu import Exporter, Fence, Gpu, Place
+from .fences import Fence
+from .gpu import Exporter, Gpu, Place
 from .tensors import Source, export, layout
 
 if TYPE_CHECKING:

@@ -185,12 +185,15 @@ class Residence:
         First it is collected which streams have read them, and only then the events are recorded: behind every release.
         """
         read: list[tuple[Entry, dict[int, None]]] = []
+        anywhere: list[Entry] = []
         for entry in entries:
             if entry.kept:
                 continue
             if entry.outlived:  # whatever read the tensors that outlived their uses may still be at work
                 entry.outlived = False
                 entry.streams.update(gpu.streams)
+                if gpu.foreign:  # in a stream, too, that may be destroyed by now
+                    anywhere.append(entry)
             if entry.streams:
                 streams, entry.streams = entry.streams, {}
                 read.append((entry, streams))
@@ -198,15 +201,15 @@ class Residence:
             fences = {
                 stream: gpu.fence(stream) for stream in {s: None for _, streams in read for s in streams}
             }
-            if None in fences.values():  # a stream was destroyed, which does not wait for what is in it
-                gpu.await_readers()
         except DriverError as error:
             self._complain("features stay unsettled", error)
             for entry, _ in read:
                 entry.outlived = True
             return
         for entry, streams in read:
-            entry.fences += [fence for stream in streams if (fence := fences[stream]) is not None]
+            entry.fences += [fences[stream] for stream in streams]
+        for entry in anywhere:
+            entry.fences.append(gpu.drain())
 
     def _complain(self, what: str, error: Exception) -> None:
         """At most once a minute."""

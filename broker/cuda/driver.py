@@ -140,6 +140,12 @@ class Driver(Protocol):
         so there is nothing between it and torch."""
         ...
 
+    def lasting(self, stream: object, uuid: str) -> bool:
+        """Whether a stream, as torch's object or its raw number, is known to live as long as the process: torch's own
+        do. None: the one that `current_stream` tells. Of others nothing may be asked once they may be destroyed: CUDA
+        does not refuse that, it crashes."""
+        ...
+
     def relaxed_capture(self) -> None:
         """Let the calling thread work on while another one captures a CUDA graph, without breaking the capture."""
         ...

@@ -41,6 +41,10 @@ class _Thread(threading.local):
     relaxed = False
 
 
+class Crash(BaseException):
+    """What a GPU's driver does not refuse: the process would have died."""
+
+
 class FakeDriver:
     """See `driver.Driver`. `faults` and `engine` are for tests."""
 
@@ -66,6 +70,7 @@ class FakeDriver:
         self.events: dict[int, Work | None] = {}  # event -> the work that completes it
         self._devices = {device.uuid: device for device in visible(shown, machine.existing)[0]}
         self._contexts: dict[str, int] = {}
+        self.torchs = {0}  # streams that count as torch's own
         self._captures: dict[int, bool] = {}  # stream -> whether its capture is still good
         self._numbers = iter(range(1, 1 << 62))
         self._thread = _Thread()
@@ -259,6 +264,11 @@ class FakeDriver:
     def current_stream(self, uuid: str) -> Callable[[], int]:
         return lambda: self._thread.current
 
+    def lasting(self, stream: object, uuid: str) -> bool:
+        return (
+            self._thread.current if stream is None else getattr(stream, "cuda_stream", stream)
+        ) in self.torchs
+
     def relaxed_capture(self) -> None:
         self._call("cuThreadExchangeStreamCaptureMode", context=False)
         self._thread.relaxed = True
@@ -353,9 +363,8 @@ class FakeDriver:
             return
         try:
             self.engine.add(stream, work, before)
-        except KeyError:  # in the words of the real one, for a stream that was destroyed
-            text = f"stream {stream} does not exist"
-            raise error("CUDA_ERROR_CONTEXT_IS_DESTROYED", call, text) from None
+        except KeyError:
+            raise Crash(f"{call}: a GPU's driver may crash here: stream {stream} was destroyed") from None
         if stream == self._thread.current and type(work) is not Work:
             self.engine.finish(work)
 

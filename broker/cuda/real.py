@@ -231,6 +231,15 @@ class RealDriver:
 
         return partial(torch._C._cuda_getCurrentRawStream, self._devices[uuid].index)
 
+    def lasting(self, stream: object, uuid: str) -> bool:
+        import torch
+
+        if stream is None:
+            stream = torch.cuda.current_stream(self._devices[uuid].index)
+        raw = getattr(stream, "cuda_stream", stream)
+        # torch numbers its own streams; of one that somebody else has made, the number is its address.
+        return raw == 0 or getattr(stream, "stream_id", raw) != raw
+
     def relaxed_capture(self) -> None:
         mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self._call("cuThreadExchangeStreamCaptureMode", mode)

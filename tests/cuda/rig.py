@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from mmbroker.cuda import Driver
@@ -79,6 +79,21 @@ class Rig:
             yield stream
         finally:
             self.driver.destroy_stream(stream)
+
+    @contextmanager
+    def torchs_stream(self) -> Iterator[Any]:
+        """As torch's object: one that it has made."""
+        if not isinstance(self.driver, FakeDriver):
+            import torch
+
+            yield torch.cuda.Stream(self.device)  # its own never go
+            return
+        with self.stream() as stream:
+            self.fake.torchs.add(stream)
+            try:
+                yield SimpleNamespace(cuda_stream=stream)
+            finally:
+                self.fake.torchs.remove(stream)
 
     @contextmanager
     def event(self) -> Iterator[int]:

@@ -280,6 +280,25 @@ def test_the_current_stream_is_torchs(rig: Rig) -> None:
     assert driver.current_stream(rig.uuid)() == before
 
 
+def test_which_streams_last(rig: Rig) -> None:
+    def lasts(stream: object = None) -> bool:
+        return rig.driver.lasting(stream, rig.uuid)
+
+    assert lasts() and lasts(0)
+    with rig.stream() as own, rig.torchs_stream() as torchs:
+        assert not lasts(own) and lasts(torchs)
+        with rig.current(own):
+            assert not lasts() and lasts(torchs)
+    if rig.driver.kind == "cuda":
+        import torch
+
+        with rig.stream() as own, torch.cuda.stream(torch.cuda.Stream(rig.device)) as entered:
+            assert lasts() and entered is None
+            assert not lasts(torch.cuda.ExternalStream(own, device=rig.device))
+            assert lasts(torch.cuda.Stream(rig.device, priority=-1))
+            assert lasts(torch.cuda.default_stream(rig.device))
+
+
 def test_torch_reads_right_bytes_once_its_stream_waits(rig: Rig) -> None:
     """What a scheduler does with a feature that is still on its way."""
     import torch
