@@ -143,6 +143,8 @@ class Connection:
         dealer.immediate = 1
         # Nor would it say that it was cut off: it would wait for a peer that never comes.
         self._monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        #: Readable once there may be something for `read_monitor`.
+        self.monitor_fd = int(self._monitor.getsockopt(zmq.FD))
         dealer.connect(f"ipc://{directory / welcome.control}")
         self._await_control(directory, dealer, self._monitor, deadline)
         self.read_monitor()
@@ -170,12 +172,6 @@ class Connection:
                 raise BrokerUnavailable(
                     f"the broker at {directory} ended the connection during the handshake"
                 )
-
-    @property
-    def monitor_fd(self) -> int:
-        """Readable once there may be something for `read_monitor`."""
-        assert self._monitor is not None
-        return int(self._monitor.getsockopt(zmq.FD))
 
     def read_monitor(self) -> None:
         """See how the control connection is: once it was cut, nothing comes or goes any more, and `receive` says so."""
@@ -249,13 +245,13 @@ class Connection:
             if dealer is None:
                 return batch, False
             sent = self._flush()
-            while len(batch) < _BATCH and int(dealer.getsockopt(zmq.EVENTS)) & _POLLIN:
+            # Each look costs as much as a message's decoding, and takes in the signals of what it shows: of room for
+            # more, too.
+            while (events := int(dealer.getsockopt(zmq.EVENTS))) & _POLLIN and len(batch) < _BATCH:
                 batch.append(dealer.recv(zmq.NOBLOCK))
-            # The signal of room for more may have been taken in by looking for messages, and is not given twice.
-            events = 0 if sent else int(dealer.getsockopt(zmq.EVENTS))
         if self._outbox and (sent or events & _POLLOUT):  # or posted by somebody who found us at it
             self._wake()
-        return batch, len(batch) == _BATCH or bool(events & _POLLIN)
+        return batch, bool(events & _POLLIN)
 
     @property
     def backlog(self) -> int:

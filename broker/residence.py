@@ -197,6 +197,8 @@ class Residence:
             if entry.streams:
                 streams, entry.streams = entry.streams, {}
                 read.append((entry, streams))
+        if not (read or anywhere):
+            return
         try:
             fences = {
                 stream: gpu.fence(stream) for stream in {s: None for _, streams in read for s in streams}

@@ -356,7 +356,7 @@ class FeatureTable:
 
     def _fence(self) -> None:
         """Find out where what has read the entries that are over comes to its end."""
-        if self.gpu is not None and not self.gpu.quiet:
+        if self._over and self.gpu is not None and not self.gpu.quiet:
             self._residence.fence((entry for entry in list(self._over) if not entry.uses), self.gpu)
 
     def _let_go(self) -> None:
