@@ -91,7 +91,11 @@ def _run(words: list[str]) -> int:
     )
     parser.add_argument("--flags", default="", help="for every server, beside those that suit the machine")
     parser.add_argument(
-        "--broker", action="append", default=[], metavar="SETTING=VALUE", help="e.g. device_mib=512"
+        "--broker",
+        action="append",
+        default=[],
+        metavar="[TRANSPORT:]SETTING=VALUE",
+        help="e.g. device_mib=512; with a transport's name, for its broker alone",
     )
     parser.add_argument(
         "--only", action="append", default=[], metavar="LOAD", help="this load; may be repeated"

@@ -69,7 +69,7 @@ class Pair:
 def begin(stack: ExitStack, maker: Maker, name: str) -> Pair:
     """Servers that are not ready yet; `stack` ends them."""
     transport, count = ARRANGEMENTS[name]
-    brokers = [stack.enter_context(maker.beside()) for _ in range(count)]
+    brokers = [stack.enter_context(maker.beside(transport)) for _ in range(count)]
     servers: list[Running] = []
 
     def end() -> None:

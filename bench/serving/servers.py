@@ -56,7 +56,8 @@ class Running:
 class Maker:
     """How servers are started. `gpu`: the broker's, empty: everything on the CPU, with its tiny model.
 
-    `measure`: have the plugin count what their processes do.
+    `measure`: have the plugin count what their processes do. `broker`: settings and their values; `NAME:SETTING` is for
+    the transport of that name alone.
     """
 
     shop: Workshop
@@ -75,7 +76,7 @@ class Maker:
     def start(self, transport: str, patience: float) -> Iterator[Running]:
         """A server that is ready; afterwards neither it nor its broker is there. Raises `EngineFailed`."""
         with ExitStack() as stack:
-            broker = stack.enter_context(self.beside()) if self.needs_broker(transport) else None
+            broker = stack.enter_context(self.beside(transport)) if self.needs_broker(transport) else None
             server = self.begin(stack, transport, broker)
             server.engine.wait_ready(patience)
             if broker is not None and self.gpu:
@@ -85,12 +86,16 @@ class Maker:
     def needs_broker(self, transport: str) -> bool:
         return "--mm-transport" in shlex.split(self.transports()[transport])
 
-    def beside(self) -> Broker:
+    def beside(self, transport: str) -> Broker:
         """A broker for servers of this kind. Also a context manager."""
         settings: dict[str, object] = {"host_mib": 512}
         if self.gpu:
             settings = {"gpu": self.gpu, "host_mib": HOST_MIB}
-        return self.shop.broker(**settings | dict(self.broker))
+        for name, value in self.broker:
+            whose, _, setting = name.rpartition(":")
+            if whose in ("", transport):
+                settings[setting] = value
+        return self.shop.broker(**settings)
 
     def begin(self, stack: ExitStack, transport: str, broker: Broker | None, name: str = "") -> Running:
         """A server that is not ready yet; `stack` ends it and keeps its log, under `name` or its transport's."""

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -21,6 +22,7 @@ from bench.serving import bodies, client, figures, goals, inside, loads, loop_pr
 from bench.serving.campaign import Campaign, Plan
 from bench.serving.client import Answer, Sent
 from bench.serving.compare import compare, differences
+from bench.serving.servers import HOST_MIB, Maker
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = replace(loads.SMOKE, images=1, size=(32, 32), requests=6, concurrency=3, tokens=3)
@@ -212,6 +214,17 @@ def test_nine_of_ten_pictures_have_come_before() -> None:
     (load,) = loads.named(["eight-x10"])
     sent = [picture for number in range(load.requests) for picture in bodies.which(load, number)]
     assert 1 - len(set(sent)) / len(sent) == pytest.approx(0.9, abs=0.005)
+
+
+def test_a_broker_has_the_settings_of_its_transport() -> None:
+    given: list[dict[str, object]] = []
+    shop = SimpleNamespace(broker=lambda **settings: given.append(settings))
+    settings = (("device_mib", "512"), ("mine:device_mib", "64"), ("other:host_mib", "7"))
+    maker = Maker(cast(Any, shop), Path("model"), "GPU-1", broker=settings)
+    maker.beside("mine")
+    maker.beside("other")
+    common = {"gpu": "GPU-1", "host_mib": HOST_MIB}
+    assert given == [{**common, "device_mib": "64"}, {**common, "device_mib": "512", "host_mib": "7"}]
 
 
 def test_figures_have_a_value_within_their_bounds() -> None:

@@ -14,6 +14,7 @@ import pytest
 from mmbroker import cuda
 from mmbroker.cuda.fake_memory import VARIABLE, Machine, Make
 from tests.conftest import StartBroker
+from tests.cuda.conftest import warm_streams
 from tests.cuda.rig import MIB
 from tests.cuda.rig import Rig as Driven
 from tests.gpu.bench import Bench
@@ -60,6 +61,7 @@ def _warm_gpu(request: pytest.FixtureRequest) -> None:
         # A kernel's code takes GPU memory from its first use on: those of the tests that write into tensors.
         for dtype in (torch.uint8, torch.float32):
             assert torch.ones(8, dtype=dtype, device="cuda").add_(1).clone().cpu().sum() == 16
+        warm_streams()
         cuda.open_driver().free(cuda.open_driver().devices()[0].uuid)
 
 
