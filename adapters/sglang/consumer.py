@@ -75,7 +75,15 @@ class Consumer:
         self._stream = getattr(scheduler, "forward_stream", None)
         self._joining: Joining | None = None
         #: What encoders make, shared with other engines, if that was asked for.
-        self.outputs = Outputs(self._client, _is_first(self._group)) if settings.share_outputs else None
+        self.outputs: Outputs | None = None
+        if settings.share_outputs:
+            alone = topology.world == 1 and self._group is None
+            self.outputs = Outputs(
+                self._client,
+                _is_first(self._group),
+                settings.engine if alone else "",
+                lambda: self._table,
+            )
         if topology.takes:
             name = f"{settings.engine}/scheduler-{topology.rank}"
             self._joining = Joining(settings, name, self._attach)

@@ -110,9 +110,15 @@ class Encoder:
                 late.pause()
         if span is not None and (made := _split(result, items)) is not None:
             span.stop()
-            for item, tensor in zip(items, made, strict=True):
-                if (output := uses.output(item)) is not None:
-                    output.offer(item, tensor, span, sum(one.nbytes for one in made))
+            ours = [
+                (output, item, tensor)
+                for item, tensor in zip(items, made, strict=True)
+                if (output := uses.output(item)) is not None
+            ]
+            for output, _, _ in ours:
+                output.waits = False
+            for output, item, tensor in ours:
+                output.offer(item, tensor, span, sum(one.nbytes for one in made))
         return result
 
 

@@ -61,6 +61,7 @@ CONSUMER: Final = (
     "misses",
     "errors",  # requests failed by this plugin
     "outputs_used",  # in place of a run of the encoder
+    "outputs_given",  # to an item that waited for the encoder, when an equal one's was put
     "outputs_refused",  # found, but not fit to be used: the encoder ran
     "outputs_offered",  # to other engines
     "outputs_dropped",  # for want of budget

@@ -6,7 +6,11 @@ encoder would have run, and copied there, because SGLang caches what the encoder
 lasts. If it does not fit, the encoder runs.
 
 What the encoder did make is offered by the first of the ranks that made it: the scheduler's thread notes the tensor,
-and a thread of its own puts it. Never much at once: what is over the budget is dropped, and counted.
+and a thread of its own puts it. Never much at once: what is over the budget is dropped, and counted. From a GPU it goes
+to the host's memory, where it outlasts the features that come and go on the device; it is a fraction of their size.
+
+Requests queue for seconds, so an item may be waiting for the encoder when its output is put for another one that is
+equal. It is given the output then: the encoder runs once for all that wait.
 """
 
 from __future__ import annotations
@@ -14,7 +18,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
@@ -48,14 +55,29 @@ class Offer(NamedTuple):
 
 
 class Outputs:
-    """Of one scheduler. `client`: what it has joined a broker with, if it has. `offers`: is it the one that offers?"""
+    """Of one scheduler. `client`: what it has joined a broker with, if it has. `offers`: is it the one that offers?
 
-    def __init__(self, client: Callable[[], mmbroker.Client | None], offers: bool) -> None:
+    `engine`: its engine, if this is the only rank of it; others would have to agree on what comes late. `table`: its
+    table, if it has joined.
+    """
+
+    def __init__(
+        self,
+        client: Callable[[], mmbroker.Client | None],
+        offers: bool,
+        engine: str = "",
+        table: Callable[[], mmbroker.FeatureTable | None] = lambda: None,
+    ) -> None:
         self._client = client
         self._offers = offers
+        self._engine = engine
+        self._table = table
+        #: By key, those that had to be made when their request arrived. The scheduler adds, the thread takes.
+        self._waiting: dict[bytes, list[weakref.ref[Output]]] = {}
         self._current = True
         self._queue: SimpleQueue[Offer] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._stream: Any = None  # the thread's, on a GPU
         self._offered = self._done = 0  # bytes; the first is the scheduler's own, the second the thread's
         self._allowed = float(_BUDGET)
         self._looked = time.monotonic()
@@ -70,6 +92,19 @@ class Outputs:
         if self._current:
             self._current = False
             logger.warning("mmbroker: new weights; encoder outputs are no longer shared with other engines")
+
+    def wait(self, output: Output) -> None:
+        """Give it what is made of an equal item, once that is put."""
+        if self._engine and self._offers and self._current:
+            key = output.key
+            self._waiting.setdefault(key, []).append(weakref.ref(output, partial(self._forget, key)))
+
+    def _forget(self, key: bytes, gone: weakref.ref[Output]) -> None:
+        waiting = self._waiting.get(key, [])
+        with suppress(ValueError):
+            waiting.remove(gone)
+        if not waiting:
+            self._waiting.pop(key, None)
 
     def offer(self, key: bytes, tensor: torch.Tensor, modality: str, span: Span, of: int) -> None:
         """Note what the encoder made. Never waits."""
@@ -111,29 +146,57 @@ class Outputs:
         if client is None or not client.connected:
             raise mmbroker.BrokerUnavailable("there is no broker")
         micros = offer.span.micros(offer.tensor.nbytes, offer.of)
-        there = offer.tensor.is_cuda and bool(client.device)
+        wanted = bool(self._those_who_wait(self._waiting.get(offer.key, ())))
         # On a GPU the span was waited for: the tensor is complete, whatever stream this thread is in.
-        client.put(
-            offer.tensor,
-            key=Key.derived(offer.key),
-            modality=offer.modality,
-            tier="device" if there else "host",
-            cost=micros,
-            timeout=_PATIENCE,
-        ).drop()
+        with self._aside(offer.tensor):
+            held = client.put(
+                offer.tensor,
+                to=self._engine if wanted else None,
+                key=Key.derived(offer.key),
+                modality=offer.modality,
+                cost=micros,
+                timeout=_PATIENCE,
+            )
+        with held:
+            table = self._table()
+            if wanted and table is not None:
+                for output in self._those_who_wait(self._waiting.pop(offer.key, ())):
+                    output.give(table.take(held.ref))
+
+    @staticmethod
+    def _those_who_wait(refs: Iterable[weakref.ref[Output]]) -> list[Output]:
+        return [output for ref in list(refs) if (output := ref()) is not None and output.waits]
+
+    def _aside(self, tensor: torch.Tensor) -> AbstractContextManager[object]:
+        """A stream for copies that neither waits for what the model does, nor makes that wait."""
+        if not tensor.is_cuda:
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(self._stream)
 
 
 class Output:
-    """What the encoder makes of one item of the scheduler: its key, and a use of it if it was there already."""
+    """What the encoder makes of one item of the scheduler: its key, and a use of it if it was there already.
+
+    `give` is for another thread than everything else.
+    """
 
     def __init__(self, shared: Outputs, key: bytes, use: mmbroker.Use | None) -> None:
         self.key = key
+        self.waits = use is None  # for the encoder
         self._shared = shared
         self._use = use
+        self._late: mmbroker.Use | None = None  # given later
+        self._closed = False
+        if self.waits:
+            shared.wait(self)
 
     def read(self, item: Any, device: Any, width: int) -> torch.Tensor | None:
         """What is there, where the encoder is, if it fits the item: one row for each of its tokens, of a multiple of
         `width`. Its memory is the broker's: to be copied in the current stream before `let_go`."""
+        if self._use is None:
+            self._use = self._late
         if self._use is None or not self._shared.current:
             return None
         try:
@@ -142,9 +205,10 @@ class Output:
             logger.error("mmbroker: an encoder output cannot be read", exc_info=error)
             tensor = None
         if not isinstance(tensor, torch.Tensor) or not _fits(tensor, item, width):
-            self._use = None
+            self._use = self._late = None
             measure.counters.add("outputs_refused")
             return None
+        self.waits = False
         measure.counters.add("outputs_used")
         return tensor.to(device, non_blocking=True)
 
@@ -155,6 +219,20 @@ class Output:
 
     def offer(self, item: Any, tensor: torch.Tensor, span: Span, of: int) -> None:
         self._shared.offer(self.key, tensor, str(item.modality.name).lower(), span, of)
+
+    def give(self, use: mmbroker.Use) -> None:
+        """What was made of an equal item. It is released with this one."""
+        self._late = use
+        measure.counters.add("outputs_given")
+        if self._closed:  # meanwhile
+            self.close()
+
+    def close(self, stream: object = None) -> None:
+        """The item is over."""
+        self._closed = True
+        late, self._late, self._use = self._late, None, None
+        if late is not None:
+            late.release(stream)
 
 
 def tokens(item: Any) -> int:

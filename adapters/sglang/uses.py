@@ -81,8 +81,10 @@ def output(item: Any) -> Output | None:
 def release(item: Any) -> None:
     """The engine is done with `item`; a second call does nothing."""
     uses = item.__dict__.pop(_KEY, None)
-    if not uses:
+    if uses is None:
         return
+    if uses.output is not None:
+        uses.output.close(uses.stream)
     uses.late = uses.output = None
     for use in uses:
         use.release(uses.stream)

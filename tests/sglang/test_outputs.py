@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,6 +117,19 @@ def test_a_request_of_which_some_is_known(trio: Trio) -> None:
         assert trio.first.engine.ask(mixed).texts == texts
         assert trio.first.engine.ask(known[::-1]).texts != trio.first.engine.ask(known).texts
     assert first["outputs_used"] == 2 and not first.get("encoded")
+
+
+def test_requests_that_queue_are_given_what_the_first_one_made(trio: Trio) -> None:
+    """They have all arrived before the encoder ran for any of them, so that none of them could find anything."""
+    common = picture(2015)
+    urls = [[picture(2100 + number), common] for number in range(6)]  # no prompt begins as another one does
+    with trio.second.change("scheduler") as second, ThreadPoolExecutor(len(urls)) as senders:
+        texts = [answer.texts for answer in senders.map(trio.second.engine.ask, urls)]
+    assert second["outputs_given"] and second["outputs_used"]
+    assert not second.get("outputs_refused") and not second.get("outputs_failed")
+    with trio.first.change("scheduler") as first:
+        assert [trio.first.engine.ask(url).texts for url in urls] == texts
+    assert not first.get("encoded")
 
 
 def test_texts_are_those_of_an_encoder_that_ran(trio: Trio) -> None:

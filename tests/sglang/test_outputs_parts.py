@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ class FakeUse:
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
-        self.paused = 0
+        self.paused = self.released = 0
 
     @property
     def tensor(self) -> Any:
@@ -51,6 +52,9 @@ class FakeUse:
 
     def pause(self) -> None:
         self.paused += 1
+
+    def release(self, stream: object = None) -> None:
+        self.released += 1
 
 
 class Offers(outputs.Outputs):
@@ -176,7 +180,9 @@ class FakeClient:
         if self.error is not None:
             raise self.error
         self.put_.append({"tensor": tensor, **options})
-        return SimpleNamespace(drop=lambda: None)
+        held = MagicMock()  # a context manager
+        held.ref = len(self.put_)
+        return held
 
 
 def offer(shared: outputs.Outputs, mib: int, number: int = 0) -> None:
@@ -194,7 +200,7 @@ def test_what_is_over_the_budget_is_dropped_and_counted(counted: Counted) -> Non
     client.go.release(3)
     eventually(lambda: counted("outputs_published") == 3, "three fit")
     assert [one["key"] for one in client.put_] == [Key.derived(bytes([n]) * 32) for n in range(3)]
-    assert all(one["cost"] >= 0 and one["tier"] == "host" for one in client.put_)
+    assert all(one["cost"] >= 0 and one["to"] is None and "tier" not in one for one in client.put_)
 
 
 def test_no_more_than_so_much_a_second(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +253,95 @@ def test_only_one_of_the_ranks_offers(counted: Counted) -> None:
     assert not counted("outputs_offered")
 
 
+# --- given to those that wait ---------------------------------------------------------------------------------------
+
+
+class FakeTable:
+    def __init__(self) -> None:
+        self.uses: list[FakeUse] = []
+
+    def take(self, ref: Any) -> FakeUse:
+        self.uses.append(FakeUse(rows(7, 3)))
+        return self.uses[-1]
+
+
+class Waiting:
+    """Outputs of a lone rank, whose broker takes its time, and items that wait for the encoder."""
+
+    def __init__(self, engine: str = "an-engine", offers: bool = True) -> None:
+        self.client: Any = FakeClient()
+        self.table: Any = FakeTable()
+        self.shared = outputs.Outputs(lambda: self.client, offers, engine, lambda: self.table)
+        self.items = [item(self.shared, number, 3) for number in (1, 1, 1, 2)]
+
+    def put(self, counted: Counted) -> None:
+        """The first item is encoded, and what comes of it is put."""
+        encoder(Model())(self.items[:1])
+        self.client.go.release()
+        eventually(lambda: counted("outputs_published") + counted("outputs_failed") == 1, "it is put")
+
+
+@pytest.fixture
+def waiting() -> Waiting:
+    return Waiting()
+
+
+def test_equal_items_that_wait_are_given_what_was_made(waiting: Waiting, counted: Counted) -> None:
+    waiting.put(counted)
+    assert waiting.client.put_[0]["to"] == "an-engine"
+    model = Model()
+    result = encoder(model)(waiting.items[1:])
+    assert torch.equal(result, torch.cat([rows(7, 3), rows(7, 3), rows(2, 3)])) and model.asked == [[2]]
+    assert counted("outputs_given") == counted("outputs_used") == 2
+    for one in waiting.items:
+        uses.release(one)
+    assert [use.released for use in waiting.table.uses] == [1, 1] and not waiting.shared._waiting
+
+
+def test_an_item_that_is_over_is_given_nothing(waiting: Waiting, counted: Counted) -> None:
+    for one in waiting.items[1:]:
+        uses.release(one)
+    waiting.put(counted)
+    assert waiting.client.put_[0]["to"] is None and not waiting.table.uses
+    assert set(waiting.shared._waiting) <= {bytes([1]) * 32}
+
+
+def test_an_item_whose_end_comes_while_it_is_given_something(waiting: Waiting, counted: Counted) -> None:
+    ended = uses.output(waiting.items[1])
+    assert ended is not None
+    take = waiting.table.take
+    waiting.table.take = lambda ref: (take(ref), ended.close())[0]
+    waiting.put(counted)
+    assert [use.released for use in waiting.table.uses] == [1, 0]
+
+
+def test_one_that_was_encoded_does_not_wait(waiting: Waiting, counted: Counted) -> None:
+    encoder(Model())(waiting.items[:3])
+    waiting.client.go.release(3)
+    eventually(lambda: counted("outputs_published") == 3, "all are put")
+    assert [one["to"] for one in waiting.client.put_] == [None] * 3 and not waiting.table.uses
+
+
+def test_what_is_not_put_is_given_to_nobody(waiting: Waiting, counted: Counted) -> None:
+    waiting.client.error = mmbroker.PoolFull("no room")
+    waiting.put(counted)
+    model = Model()
+    encoder(model)(waiting.items[1:])
+    assert model.asked == [[1, 1, 2]] and counted("outputs_failed") == 1 and not counted("outputs_given")
+
+
+@pytest.mark.parametrize("why", ["ranks", "not the first", "new weights"])
+def test_who_cannot_be_given_anything_does_not_wait(why: str, counted: Counted) -> None:
+    """Several ranks would have to agree."""
+    waiting = Waiting("" if why == "ranks" else "an-engine", why != "not the first")
+    if why == "new weights":
+        waiting.shared.weights_changed()
+        waiting.items.append(item(waiting.shared, 3, 3))
+        assert bytes([3]) * 32 not in waiting.shared._waiting
+    else:
+        assert not waiting.shared._waiting
+
+
 # --- producer and consumer, with a real broker ----------------------------------------------------------------------
 
 
@@ -283,6 +378,22 @@ def test_what_was_made_already_comes_with_the_request(engine: Engine, counted: C
     engine.serve(engine.output(*map(engine.item, features)), look)
     assert counted("outputs_found") == counted("outputs_used") == 1
     assert counted("takes") == 2 and not counted("outputs_refused")
+
+
+def test_an_item_that_waits_is_given_what_was_made_meanwhile(engine: Engine, counted: Counted) -> None:
+    """Its request has arrived before the encoder ran for an equal one."""
+    feature = torch.arange(4.0)
+    model = Model()
+
+    def look(received: Any, inputs: Any) -> None:
+        first, second = inputs.mm_items
+        first.number = second.number = 1
+        made = encoder(model)([first])
+        eventually(lambda: counted("outputs_given") == 1, "the second one has it")
+        assert torch.equal(encoder(model)([second]), made)
+
+    engine.serve(engine.output(engine.item(feature), engine.item(feature)), look)
+    assert model.asked == [[1]] and counted("outputs_used") == counted("outputs_published") == 1
 
 
 def test_a_session_gets_none(engine: Engine, counted: Counted) -> None:
