@@ -17,7 +17,8 @@ class Span:
         self._seconds = 0.0
         if getattr(device, "type", "cpu") == "cuda":
             event: Any = torch.cuda.Event
-            self._events = [event(enable_timing=True) for _ in range(2)]
+            # Whoever waits for the end sleeps: the encoder takes milliseconds.
+            self._events = [event(enable_timing=True, blocking=True) for _ in range(2)]
             self._events[0].record()
 
     def stop(self) -> Span:

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 _BUDGET: Final = 64 << 20
 #: Most bytes a second, beyond a budget's worth at once.
 _RATE: Final = 256 << 20
+#: Most outputs that are put at once.
+_MOST: Final = 16
 #: How long a put may wait for room, in seconds: requests wait for the same.
 _PATIENCE: Final = 0.2
 
@@ -126,42 +128,52 @@ class Outputs:
 
     def _publish(self) -> None:
         while True:
-            offer = self._queue.get()
-            nbytes = offer.tensor.nbytes
-            try:
-                self._put(offer)
-                measure.counters.add("outputs_published")
-            except Exception as error:  # a copy less for others; the engine has its own
-                measure.counters.add("outputs_failed")
-                logger.log(
-                    logging.DEBUG if isinstance(error, BrokerError) else logging.ERROR,
-                    "mmbroker: an encoder output was not published",
-                    exc_info=error,
-                )
-            del offer
-            self._done += nbytes
+            batch = [self._queue.get()]
+            with suppress(Empty):  # each put takes turns with the scheduler's thread: as few as can be
+                while len(batch) < _MOST:
+                    batch.append(self._queue.get_nowait())
+            groups: dict[tuple[str, bool], list[Offer]] = {}
+            for offer in batch:
+                wanted = bool(self._those_who_wait(self._waiting.get(offer.key, ())))
+                groups.setdefault((offer.modality, wanted), []).append(offer)
+            for (modality, wanted), offers in groups.items():
+                try:
+                    self._put(offers, modality, wanted)
+                    measure.counters.add("outputs_published", len(offers))
+                except Exception as error:  # a copy less for others; the engine has its own
+                    measure.counters.add("outputs_failed", len(offers))
+                    logger.log(
+                        logging.DEBUG if isinstance(error, BrokerError) else logging.ERROR,
+                        "mmbroker: encoder outputs were not published",
+                        exc_info=error,
+                    )
+            self._done += sum(offer.tensor.nbytes for offer in batch)
+            del batch, groups, offer, offers  # whoever waits for the next ones keeps none of these
 
-    def _put(self, offer: Offer) -> None:
+    def _put(self, offers: list[Offer], modality: str, wanted: bool) -> None:
         client = self._client()
         if client is None or not client.connected:
             raise mmbroker.BrokerUnavailable("there is no broker")
-        micros = offer.span.micros(offer.tensor.nbytes, offer.of)
-        wanted = bool(self._those_who_wait(self._waiting.get(offer.key, ())))
-        # On a GPU the span was waited for: the tensor is complete, whatever stream this thread is in.
-        with self._aside(offer.tensor):
-            held = client.put(
-                offer.tensor,
+        costs = [offer.span.micros(offer.tensor.nbytes, offer.of) for offer in offers]
+        # On a GPU the spans were waited for: the tensors are complete, whatever stream this thread is in.
+        with self._aside(offers[0].tensor):
+            helds = client.put_many(
+                [offer.tensor for offer in offers],
                 to=self._engine if wanted else None,
-                key=Key.derived(offer.key),
-                modality=offer.modality,
-                cost=micros,
+                keys=[Key.derived(offer.key) for offer in offers],
+                modality=modality,
+                cost=costs,
                 timeout=_PATIENCE,
             )
-        with held:
+        try:
             table = self._table()
-            if wanted and table is not None:
-                for output in self._those_who_wait(self._waiting.pop(offer.key, ())):
-                    output.give(table.take(held.ref))
+            for offer, held in zip(offers, helds, strict=True):
+                if wanted and table is not None:
+                    for output in self._those_who_wait(self._waiting.pop(offer.key, ())):
+                        output.give(table.take(held.ref))
+        finally:
+            for held in helds:
+                held.drop()
 
     @staticmethod
     def _those_who_wait(refs: Iterable[weakref.ref[Output]]) -> list[Output]:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -175,14 +174,15 @@ class FakeClient:
         self.error: Exception | None = None
         self.put_: list[dict[str, Any]] = []
 
-    def put(self, tensor: torch.Tensor, **options: Any) -> Any:
-        assert self.go.acquire(timeout=30)
+    def put_many(
+        self, tensors: list[torch.Tensor], *, keys: list[Key], cost: list[int], **options: Any
+    ) -> Any:
+        for _ in tensors:
+            assert self.go.acquire(timeout=30)
         if self.error is not None:
             raise self.error
-        self.put_.append({"tensor": tensor, **options})
-        held = MagicMock()  # a context manager
-        held.ref = len(self.put_)
-        return held
+        self.put_ += [{"key": key, "cost": micros, **options} for key, micros in zip(keys, cost, strict=True)]
+        return [SimpleNamespace(ref=key, drop=lambda: None) for key in keys]
 
 
 def offer(shared: outputs.Outputs, mib: int, number: int = 0) -> None:
