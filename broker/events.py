@@ -164,7 +164,7 @@ class Limits:
     producer_grace: float = 30.0  # how long a dead producer's holds go on
     segment_linger: float = 10.0  # how long an empty segment is kept
     device: str = ""  # UUID of the GPU that is served; empty: none
-    device_bytes: int = 1 << 30
+    device_bytes: int = 320 << 20  # as fast as a GiB: the next requests' features are there, the others wait on the host
     device_reserve_bytes: int = 0  # taken at the start and never given back
     device_linger: float = 10.0  # how long a device replica without grants is kept
     device_segment_linger: float = 2.0  # how long an empty device segment is kept
