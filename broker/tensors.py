@@ -24,10 +24,14 @@ from . import hashing
 _BY_NAME: Final = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
 _NAMES: Final = {dtype: name for name, dtype in _BY_NAME.items()}
 
+#: What torch makes from numpy. Not what numpy knows by name: `ml_dtypes`, which engines' libraries import, teaches it
+#: bfloat16 and others, which torch refuses.
 _NUMPY: Final = {
-    dtype: np.dtype(name)
-    for name, dtype in _BY_NAME.items()
-    if (name in np.sctypeDict and not name.startswith("uint")) or name == "uint8"
+    getattr(torch, name): np.dtype(name)
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
 }
 
 #: dtype and shape of each tensor of a feature, and where its bytes begin.

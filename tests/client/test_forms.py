@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -10,6 +11,7 @@ import torch
 
 import mmbroker
 from mmbroker.proto.errors import InvalidMessage
+from tests.kit import BrokerProcess, Puppet
 from tests.rig import DTYPES, VIEWS, Rig, same, values
 
 ALL = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
@@ -51,6 +53,29 @@ def test_empty_tensors_take_no_memory(rig: Rig, dtype: torch.dtype, shape: tuple
     with rig.client.put(torch.empty(shape, dtype=dtype), to="a") as held, rig.table.take(held.ref) as use:
         assert same(use.tensor, torch.empty(shape, dtype=dtype))
         assert held.ref.nbytes == 0
+
+
+@pytest.mark.parametrize("first", ["ml_dtypes", "mmbroker"])
+def test_every_dtype_beside_a_library_that_teaches_numpy_more(
+    broker: BrokerProcess, puppet: Callable[..., Puppet], first: str
+) -> None:
+    """Engines' libraries import it; numpy then knows names that torch refuses."""
+    wrong = puppet()(f"""
+        import {first}, ml_dtypes, numpy, torch, mmbroker
+        from tests.rig import DTYPES, same, values
+        assert "bfloat16" in numpy.sctypeDict
+        result = []
+        with mmbroker.connect({str(broker.directory)!r}) as client:
+            table = client.attach(engine="a")
+            for dtype in DTYPES:
+                tensor = values(dtype, (4, 6))
+                with client.put(tensor, to="a") as held, table.take(held.ref) as use:
+                    if not same(use.tensor, tensor):
+                        result.append(str(dtype))
+                with client.get_or_create(str(dtype), (4, 6), dtype) as lease:
+                    lease.tensor.copy_(tensor)
+    """)
+    assert wrong == []
 
 
 EMPTY = torch.empty(0, 3)
