@@ -91,7 +91,7 @@ def main() -> None:
     "--device-mib",
     type=click.IntRange(min=1),
     metavar="MIB",
-    help="Most GPU memory for features.  [default: 1024]",
+    help="Most GPU memory for features.  [default: 320]",
 )
 @click.option(
     "--device-reserve-mib",

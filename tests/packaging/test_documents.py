@@ -142,6 +142,17 @@ def test_references_are_the_codes() -> None:
         assert (ROOT / "docs" / name).read_text() == page, name
 
 
+def test_the_help_of_start_tells_the_defaults_that_hold() -> None:
+    told = {
+        option.name: int(number[1])
+        for option in main.commands["start"].params
+        if isinstance(option, click.Option) and (number := re.search(r"default: (\d+)\]", option.help or ""))
+    }
+    assert {"device_mib", "device_headroom_mib"} <= set(told)
+    settings = Settings.resolve({}, {})
+    assert told == {name: getattr(settings, str(name)) for name in told}
+
+
 def words(plot: Path) -> list[str]:
     """What is written in it."""
     return re.findall(r"<text[^>]*>([^<]+)<", plot.read_text())
