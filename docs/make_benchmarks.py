@@ -357,7 +357,7 @@ def thread(found: dict[str, Any]) -> Lines:
     all of its transport took no time, and nothing else changed."""
     yield from table(
         ("load", "transport", ">requests/s", ">ms a request: transport", ">the model", ">scheduling", ">idle",
-         ">times, without transport"),
+         ">times, without transport", ">GPU busy"),
         [
             (
                 run["load"]["name"],
@@ -365,6 +365,7 @@ def thread(found: dict[str, Any]) -> Lines:
                 number(rate),
                 *(number(1000 * share / rate) for share in _shares(run["profile"])),
                 f"{1 / (1 - run['profile']['transport']):.2f}",
+                f"{run['watch']['gpu_busy']:.0%}" if "gpu_busy" in run["watch"] else "-",
             )
             for run in found["runs"]
             if run["profile"].get("shares")
