@@ -113,6 +113,8 @@ def _note(entry: Entry, gpu: Gpu, stream: object) -> None:
         if raw in gpu.streams or gpu.lasts(raw, stream):
             entry.streams[raw] = None
             return
+        if gpu.closed:
+            return  # its memory is unmapped once everything is done, and goes to nobody before this process ends
         gpu.foreign = True
         if gpu.quiet or len(entry.fences) >= _MOST_FENCES:
             entry.outlived = True

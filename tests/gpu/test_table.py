@@ -428,6 +428,19 @@ def test_a_stream_that_is_destroyed_and_may_have_read_anything(bench: Bench, how
         assert bytes(target.view) == bytes(feature.numpy())
 
 
+def test_a_release_in_such_a_stream_after_the_client_is_closed(bench: Bench) -> None:
+    """What was read is waited for when the memory is unmapped; nothing of ours is left on the GPU."""
+    client = bench.connect("late")
+    table = client.attach(engine="late", device="cuda:0", access="readonly")
+    held = bench.client.put(block(1), to="late")
+    with bench.driven.stream() as stream:
+        use = table.take(held.ref)
+        look_at(use)
+        client.close()
+        use.release(stream)
+    held.drop()
+
+
 def test_a_wait_for_everything_that_fails_is_repeated(faked: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fences, "_AGAIN", 0.01)
     table = faked.attach()
