@@ -115,13 +115,12 @@ def _note(entry: Entry, gpu: Gpu, stream: object) -> None:
             return
         if gpu.closed:
             return  # its memory is unmapped once everything is done, and goes to nobody before this process ends
-        gpu.foreign = True
         if gpu.quiet or len(entry.fences) >= _MOST_FENCES:
             entry.outlived = True
         else:
             entry.fences.append(gpu.fence(raw))
     except BaseException as error:
-        gpu.foreign = entry.outlived = True
+        entry.outlived = True
         if not isinstance(error, Exception):
             raise
 

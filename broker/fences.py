@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Final
 
 from .cuda import DriverError
@@ -13,8 +14,9 @@ _log = logging.getLogger("mmbroker")
 
 #: In place of an event: a thread waits.
 _AWAITED: Final = -1
-#: After a failure, in seconds.
+#: How long after a failure it waits again, and how often it looks whether it may, in seconds.
 _AGAIN: Final = 1.0
+_LOOK: Final = 0.02
 
 
 class Fence:
@@ -33,51 +35,71 @@ class Fence:
 
 class Drain:
     """Fences behind everything that a process has told a GPU, in streams that nobody knows, too. No event tells that,
-    so a thread waits: `wait` until all is done that there is when it is called. If it raises `DriverError`, it is
-    called again a little later."""
+    so a thread waits, which there is once it is needed.
 
-    def __init__(self, wait: Callable[[], None]) -> None:
+    `wait` returns when all is done that there was when it was called. If it raises `DriverError`, it is called again a
+    little later. It is not begun while `forbidden`.
+    """
+
+    def __init__(self, wait: Callable[[], None], forbidden: Callable[[], bool]) -> None:
         self._wait = wait
-        self._lock = threading.Lock()
-        self._next: Fence | None = None  # nobody waits yet
+        self._forbidden = forbidden
+        self._asked: SimpleQueue[Fence | None] = SimpleQueue()  # may be put to in a finaliser, at any moment
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
+        self.idle = threading.Event()  # nothing is waited for
+        self.idle.set()
 
     def fence(self) -> Fence:
-        """Behind everything that there is by now."""
-        with self._lock:
-            if self._next is None:
-                self._next = Fence(_AWAITED)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="mmbroker-drain", daemon=True)
-                self._thread.start()
-            return self._next
+        """Behind everything that there is by now. Never fails, and never waits for it."""
+        fence = Fence(_AWAITED)
+        self._asked.put(fence)
+        if self._thread is None and self._starting.acquire(blocking=False):
+            try:
+                if self._thread is None:
+                    thread = threading.Thread(target=self._run, name="mmbroker-drain", daemon=True)
+                    thread.start()
+                    self._thread = thread
+            except RuntimeError as error:  # the next one tries again
+                _log.warning("mmbroker: features stay unsettled: %s", str(error))
+            finally:
+                self._starting.release()
+        return fence
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                fence, self._next = self._next, None
-                if fence is None:
-                    self._thread = None
-                    return
+        while (fence := self._asked.get()) is not None:
+            fences = [fence]
+            try:
+                while (more := self._asked.get_nowait()) is not None:
+                    fences.append(more)
+                self._asked.put(None)  # the end comes after these
+            except Empty:
+                pass
             if self._waited():
-                fence.event = 0
+                for one in fences:
+                    one.event = 0
 
     def _waited(self) -> bool:
         told = False
         while not self._over.is_set():
+            self.idle.clear()  # and then look: who forbids it looks in the other order
             try:
-                self._wait()
-                return True
+                if not self._forbidden():
+                    self._wait()
+                    return True
             except DriverError as error:
                 if not told:
-                    _log.warning("mmbroker: features stay unsettled, the GPU does not finish: %s", error)
+                    _log.warning("mmbroker: features stay unsettled, the GPU does not finish: %s", str(error))
                 told = True
-            self._over.wait(_AGAIN)
+            finally:
+                self.idle.set()
+            self._over.wait(_AGAIN if told else _LOOK)
         return False
 
     def close(self) -> None:
         """The GPU has done everything, or never will: fences that are not passed are of no use any more."""
         self._over.set()
-        if (thread := self._thread) is not None:
-            thread.join()
+        self._asked.put(None)
+        if self._thread is not None:
+            self._thread.join()

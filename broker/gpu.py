@@ -105,10 +105,9 @@ class Gpu:
         self._loading: deque[Place] = deque()  # in the order of their copies
         self.quiet = 0  # > 0: graphs are being captured; nothing is to be mapped, pinned, loaded or queried
         self.imports = self.loads = self.bytes_loaded = 0
-        self.streams: dict[int, None] = {}  # that have read our tensors, and live as long as the process
-        self.foreign = False  # others have, too
+        self.streams: dict[int, None] = {}  # that have read, and are known to live as long as the process
         self._fences: dict[int, Fence] = {}  # by event, that have not been passed as far as is known
-        self._drain = Drain(self._finish)
+        self._drain = Drain(self._finish, lambda: self.quiet > 0)
         self.unpinned = ""  # why host memory could not be pinned
 
     # --- the receiver thread ----------------------------------------------------------------------------------------
@@ -234,8 +233,12 @@ class Gpu:
             self.driver.finish()
 
     def drain(self) -> Fence:
-        """A fence behind all that."""
+        """A fence behind all that. For any thread, also in a finaliser."""
         return self._drain.fence()
+
+    def await_quiet(self, timeout: float) -> None:
+        """Wait until nothing is waited for. To be called with `quiet` > 0, so that nothing is begun either."""
+        self._drain.idle.wait(timeout)
 
     def _finish(self) -> None:
         self._use()
@@ -288,7 +291,7 @@ class Gpu:
         self._maps.clear()
         self.sweep()
         self.closed = True
-        self.streams.pop(self._stream)
+        self.streams.pop(self._stream, None)
         self._events.extend(self._fences)  # passed by now
         self._fences.clear()
         self._destroy_events()
@@ -336,10 +339,6 @@ class Gpu:
         fence = Fence(self._recorded(stream))
         self._fences[fence.event] = fence
         return fence
-
-    def fences(self) -> list[Fence]:
-        """In every stream that lasts and may use our memory, and in the calling thread's current one."""
-        return [self.fence(stream) for stream in {**self.streams, self.current_stream(): None}]
 
     def passed(self, fences: deque[Fence]) -> bool:
         """Whether everything before these fences is done; those that are known to be passed are taken out."""

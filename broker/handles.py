@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -255,8 +254,7 @@ class Lease:
             slot = self.end()
             # Of a client that is closed, the broker waits for the process to end.
             if self._gpu is not None and self._touched and not self._gpu.closed:
-                with suppress(DriverError):
-                    slot.fences.extend(self._gpu.fences())
+                slot.fences.append(self._gpu.drain())
             self._owner.lease_over(slot, [Abort([self.number])])
 
     def end(self) -> Slot:

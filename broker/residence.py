@@ -18,6 +18,7 @@ from mmbroker.proto.messages import DevicePlace, Grant, Loaded, Offer, Park, Wan
 
 from .cuda import DriverError
 from .entry import Entry
+from .fences import Fence
 from .gpu import Gpu
 
 if TYPE_CHECKING:
@@ -185,33 +186,25 @@ class Residence:
         First it is collected which streams have read them, and only then the events are recorded: behind every release.
         """
         read: list[tuple[Entry, dict[int, None]]] = []
-        anywhere: list[Entry] = []
         for entry in entries:
             if entry.kept:
                 continue
-            if entry.outlived:  # whatever read the tensors that outlived their uses may still be at work
+            if entry.outlived:  # in whatever stream the tensors that outlived their uses were read
                 entry.outlived = False
-                entry.streams.update(gpu.streams)
-                if gpu.foreign:  # in a stream, too, that may be destroyed by now
-                    anywhere.append(entry)
+                entry.fences.append(gpu.drain())
             if entry.streams:
                 streams, entry.streams = entry.streams, {}
                 read.append((entry, streams))
-        if not (read or anywhere):
-            return
-        try:
-            fences = {
-                stream: gpu.fence(stream) for stream in {s: None for _, streams in read for s in streams}
-            }
-        except DriverError as error:
-            self._complain("features stay unsettled", error)
-            for entry, _ in read:
-                entry.outlived = True
-            return
+        fences: dict[int, Fence] = {}
+        for stream in {s: None for _, streams in read for s in streams}:
+            try:
+                fences[stream] = gpu.fence(stream)
+            except DriverError as error:
+                self._complain("a stream cannot be asked, all others are waited for", error)
+                gpu.streams.pop(stream, None)
+                fences[stream] = gpu.drain()
         for entry, streams in read:
             entry.fences += [fences[stream] for stream in streams]
-        for entry in anywhere:
-            entry.fences.append(gpu.drain())
 
     def _complain(self, what: str, error: Exception) -> None:
         """At most once a minute."""

@@ -151,6 +151,7 @@ class FeatureTable:
         try:
             with suppress(BrokerError):
                 self._link.run(lambda: None, 1.0)  # what it is at now is over after this
+            gpu.await_quiet(1.0)
             yield
         finally:
             gpu.quiet -= 1

@@ -229,13 +229,24 @@ class RealDriver:
     def current_stream(self, uuid: str) -> Callable[[], int]:
         import torch
 
-        return partial(torch._C._cuda_getCurrentRawStream, self._devices[uuid].index)
+        ordinal = self._ordinal(uuid, "cudaGetCurrentStream")
+        ask = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        if ask is None:
+            raise NoDriver(
+                "CUDA_ERROR_NOT_FOUND",
+                "cudaGetCurrentStream",
+                "this torch was built without CUDA",
+            )
+        return partial(ask, ordinal)
 
     def lasting(self, stream: object, uuid: str) -> bool:
         import torch
 
+        ordinal = self._ordinal(uuid, "cudaGetCurrentStream")
         if stream is None:
-            stream = torch.cuda.current_stream(self._devices[uuid].index)
+            stream = torch.cuda.current_stream(ordinal)
+        if getattr(stream, "device_index", ordinal) != ordinal:
+            return False  # another GPU's
         raw = getattr(stream, "cuda_stream", stream)
         # torch numbers its own streams; of one that somebody else has made, the number is its address.
         return raw == 0 or getattr(stream, "stream_id", raw) != raw

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import mmbroker
-from mmbroker import fences
 from mmbroker.link import Link
 from mmbroker.proto.errors import EngineLagging, FeatureError
 from tests.cuda.rig import MIB
@@ -365,120 +364,6 @@ def test_a_failed_fence_is_no_error_to_the_scheduler(faked: Bench) -> None:
     use.release()
     held.drop()
     faked.settled(table)
-
-
-@pytest.mark.parametrize("current", [False, True])
-def test_a_stream_that_is_destroyed_after_the_release(bench: Bench, current: bool) -> None:
-    """CUDA does not refuse what it is asked about it later: it may crash."""
-    table = bench.attach()
-    feature = block(1)
-    held = bench.client.put(feature, to="a")
-    stream = bench.driver.stream()
-    with bench.driven.pinned(feature.nbytes) as target:
-        with bench.driven.blocked(stream):
-            use = table.take(held.ref)
-            bench.driver.copy(target.address, use.tensor.data_ptr(), feature.nbytes, stream)
-            if current:
-                with bench.driven.current(stream):
-                    use.release()
-            else:
-                use.release(stream)
-            held.drop()
-            after_it(bench, table)
-            assert table.stats()["unsettled"] == 1
-        bench.driver.destroy_stream(stream)
-        bench.settled(table)
-        assert bytes(target.view) == bytes(feature.numpy())
-        bench.read_on_device(table, bench.client.put(block(1, seed=3), to="a"), block(1, seed=3))
-
-
-@pytest.mark.parametrize("how", ["kept", "forgotten", "often"])
-def test_a_stream_that_is_destroyed_and_may_have_read_anything(bench: Bench, how: str) -> None:
-    """Where it cannot be told which stream has read, the slot waits for all that the GPU was told, and nobody else."""
-    table = bench.attach()
-    feature = block(1)
-    held = bench.client.put(feature, to="a")
-    stream = bench.driver.stream()
-    with bench.driven.stream() as known, bench.driven.pinned(feature.nbytes) as target:
-        with bench.driven.blocked(stream):
-            with bench.client.put(block(0.1, seed=4), to="a") as other, table.take(other.ref) as use:
-                look_at(use)
-                use.release(known)
-            if how == "often":  # as often as there are fences kept
-                for _ in range(64):
-                    use = table.take(held.ref)
-                    look_at(use)
-                    use.release(known)
-            use = table.take(held.ref)
-            tensor = use.tensor
-            bench.driver.copy(target.address, tensor.data_ptr(), feature.nbytes, stream)
-            if how == "kept":
-                use.release(known)
-            elif how == "often":
-                del tensor
-                use.release(stream)
-            use = tensor = None
-            gc.collect()
-            held.drop()
-            for seed in range(100, 140):  # others come and go meanwhile, more than there is room for
-                with bench.client.put(block(1, seed), to="a") as other:
-                    assert bench.reads(table, other, block(1, seed))
-        bench.driver.destroy_stream(stream)
-        bench.settled(table)
-        assert bytes(target.view) == bytes(feature.numpy())
-
-
-def test_a_release_in_such_a_stream_after_the_client_is_closed(bench: Bench) -> None:
-    """What was read is waited for when the memory is unmapped; nothing of ours is left on the GPU."""
-    client = bench.connect("late")
-    table = client.attach(engine="late", device="cuda:0", access="readonly")
-    held = bench.client.put(block(1), to="late")
-    with bench.driven.stream() as stream:
-        use = table.take(held.ref)
-        look_at(use)
-        client.close()
-        use.release(stream)
-    held.drop()
-
-
-def test_a_wait_for_everything_that_fails_is_repeated(faked: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fences, "_AGAIN", 0.01)
-    table = faked.attach()
-    held = faked.client.put(block(1), to="a")
-    with faked.driven.stream() as stream:
-        use = table.take(held.ref)
-        kept = use.tensor
-        use.release(stream)
-        faked.driven.fake.faults.fail("cuCtxSynchronize", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 2)
-        del kept
-        held.drop()
-        faked.settled(table)
-    eventually(lambda: "mmbroker-drain" not in [thread.name for thread in threading.enumerate()], "its end")
-
-
-def test_fences_of_a_stream_that_lasts_are_made_together(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = bench.attach()
-    made: list[int] = []
-    with bench.driven.torchs_stream() as stream:
-        held = [bench.client.put(block(0.1, seed=seed), to="a") for seed in range(8)]
-        uses = [table.take(one.ref) for one in held]
-        for use in uses:
-            look_at(use)
-        gpu = table.gpu
-        assert gpu is not None
-        fence = gpu.fence
-        monkeypatch.setattr(gpu, "fence", lambda stream: (made.append(stream), fence(stream))[1])
-        for use in uses:
-            use.release(stream)
-        assert made == [] and not gpu.foreign
-        with table.quiet():
-            for one in held:
-                one.drop()
-            eventually(lambda: table.stats()["unsettled"] == len(held), "all dismissed")
-        bench.settled(table)
-        assert made.count(stream.cuda_stream) == 1
 
 
 @pytest.mark.parametrize("mib", [20, 40])
