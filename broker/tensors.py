@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mmbroker.proto.digest import content_digest
-from mmbroker.proto.dtypes import ITEMSIZE
+from mmbroker.proto.dtypes import ITEMSIZE, TYPESTR
 from mmbroker.proto.form import Form, list_form, tensor_form
 from mmbroker.proto.keys import Digest
 from mmbroker.proto.reference import Reference
@@ -24,15 +24,8 @@ from . import hashing
 _BY_NAME: Final = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
 _NAMES: Final = {dtype: name for name, dtype in _BY_NAME.items()}
 
-#: What torch makes from numpy. Not what numpy knows by name: `ml_dtypes`, which engines' libraries import, teaches it
-#: bfloat16 and others, which torch refuses.
-_NUMPY: Final = {
-    getattr(torch, name): np.dtype(name)
-    for name in (
-        *("bool", "uint8", "int8", "int16", "int32", "int64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-}
+#: What torch makes from numpy.
+_NUMPY: Final = {_BY_NAME[name]: np.dtype(typestr) for name, typestr in TYPESTR.items()}
 
 #: dtype and shape of each tensor of a feature, and where its bytes begin.
 Layout = tuple[tuple[torch.dtype, tuple[int, ...], int, int], ...]

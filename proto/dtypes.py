@@ -30,3 +30,20 @@ ITEMSIZE: Final[dict[str, int]] = {
     "complex64": 8,
     "complex128": 16,
 }
+
+#: Those that torch and numpy both have, and what numpy writes for them. Named here, because what numpy knows by these
+#: names is not the same everywhere: `ml_dtypes`, which engines' libraries import, teaches it bfloat16 and others, which
+#: torch refuses.
+TYPESTR: Final[dict[str, str]] = {
+    "bool": "|b1",
+    "uint8": "|u1",
+    "int8": "|i1",
+    "int16": "<i2",
+    "int32": "<i4",
+    "int64": "<i8",
+    "float16": "<f2",
+    "float32": "<f4",
+    "float64": "<f8",
+    "complex64": "<c8",
+    "complex128": "<c16",
+}

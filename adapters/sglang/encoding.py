@@ -117,8 +117,9 @@ class Encoder:
             ]
             for output, _, _ in ours:
                 output.waits = False
+            nbytes = sum(one.nbytes for one in made)
             for output, item, tensor in ours:
-                output.offer(item, tensor, span, sum(one.nbytes for one in made))
+                output.offer(item, tensor, span, nbytes)
         return result
 
 

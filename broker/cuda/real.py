@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
+from mmbroker.proto.dtypes import TYPESTR
+
 from .devices import Device
 from .driver import NoDriver, error, forked
 from .nvml import Nvml
@@ -26,20 +28,6 @@ if TYPE_CHECKING:
 
 _LIBRARY: Final = "libcuda.so.1"
 _SUCCESS: Final = 0
-#: What numpy calls the dtypes that torch and it both have; others are made as integers of their size.
-_TYPESTRS: Final = {
-    "bool": "|b1",
-    "uint8": "|u1",
-    "int8": "|i1",
-    "int16": "<i2",
-    "int32": "<i4",
-    "int64": "<i8",
-    "float16": "<f2",
-    "float32": "<f4",
-    "float64": "<f8",
-    "complex64": "<c8",
-    "complex128": "<c16",
-}
 _NOT_READY: Final = 600
 
 
@@ -302,7 +290,7 @@ class RealDriver:
         """The dtypes that torch takes by their numpy names."""
         import torch
 
-        return {getattr(torch, dtype): name for dtype, name in _TYPESTRS.items()}
+        return {getattr(torch, dtype): name for dtype, name in TYPESTR.items()}
 
     @cached_property
     def _nvml(self) -> Nvml:
