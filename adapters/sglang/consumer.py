@@ -251,6 +251,9 @@ class Consumer:
             return self._fail(scheduler, received, error)
         # The references are still in their places: in broadcast mode the original pickles its result for the others.
         result = original(scheduler, opened)
+        if self._late and result.padded_input_ids is None:
+            # The processor left it to the scheduler because items had no identity yet. It takes far longer by torch.
+            result.padded_input_ids = type(opened).build_padded_input_ids(opened.input_ids, result.mm_items)
         _, taken = self._ready.pop(id(envelope), (None, {}))
         encoded = {hold: rest for hold, *rest in envelope.get("encoded", ())}
         for item in result.mm_items:

@@ -22,6 +22,7 @@ from mmbroker.proto.reference import is_reference
 from tests.kit import BrokerProcess, eventually
 
 from . import kit
+from .kit import NEWEST
 
 pytestmark = pytest.mark.sglang
 
@@ -124,6 +125,32 @@ def engine(broker: BrokerProcess) -> Iterator[Engine]:
     yield engine
     eventually(lambda: kit.balanced(broker.status()), "holds and grants come to nothing")
     engine.close()
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("mine", [True, False])
+def test_the_prompt_is_padded_where_identities_are_known(engine: Engine, late: bool, mine: bool) -> None:
+    """SGLang's processor has to leave it to the scheduler, which takes long for it. A prompt that it has padded stays,
+    and so does a model whose way of padding is not known."""
+    engine.consumer._late = late
+    items = [engine.item(torch.ones(2, 3)), engine.item(torch.zeros(4))]
+    items[0].offsets, items[1].offsets = [(1, 2), (4, 4)], [(5, 7)]
+    output = engine.batch.MultimodalProcessorOutput(mm_items=items, input_ids=[5, 9, 9, 5, 9, 9, 9, 9, 5])
+    if not mine:
+        output.padded_input_ids = list(range(9))
+
+    def look(received: Any, inputs: Any) -> None:
+        a, b = (item.pad_value for item in inputs.mm_items)
+        assert a != b
+        wanted = [5, a, a, 5, a, b, b, b, 5]
+        if NEWEST:  # more than one value for an item
+            wanted = engine.batch.MultimodalProcessorOutput.build_padded_input_ids(
+                output.input_ids, inputs.mm_items
+            )
+        padded = inputs.padded_input_ids
+        assert padded is None if mine and not late else list(padded) == (wanted if mine else list(range(9)))
+
+    engine.serve(output, look)
 
 
 def same(left: Any, right: Any) -> bool:
