@@ -8,12 +8,15 @@ is in `model_specific_data` reaches models.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import mmbroker
 
 from . import measure
 from .outputs import Output
+
+if TYPE_CHECKING:
+    from .ahead import Ahead
 
 _KEY: Final = "_mmbroker_uses"
 
@@ -49,10 +52,11 @@ class Late:
 class ItemUses(list["mmbroker.Use"]):
     """The uses of one item. They stay in their process: a pickle of an item may take its `__dict__` along."""
 
-    def __init__(self, stream: object = None) -> None:
-        """`stream`: the one in which models run, on a GPU."""
+    def __init__(self, stream: object = None, ahead: Ahead | None = None) -> None:
+        """`stream`: the one in which models run, on a GPU. `ahead`: if encoders run ahead of them."""
         super().__init__()
         self.stream = stream
+        self.ahead = ahead
         self.late: Late | None = None  # the item's feature, if it is read late
         self.output: Output | None = None  # what the encoder makes of it, if that is shared
 
@@ -60,9 +64,9 @@ class ItemUses(list["mmbroker.Use"]):
         return ItemUses, ()
 
 
-def hang_on(item: Any, stream: object = None) -> ItemUses:
+def hang_on(item: Any, stream: object = None, ahead: Ahead | None = None) -> ItemUses:
     """A list for the uses of `item`, hung on it."""
-    uses = item.__dict__[_KEY] = ItemUses(stream)
+    uses = item.__dict__[_KEY] = ItemUses(stream, ahead)
     return uses
 
 
@@ -70,6 +74,12 @@ def late(item: Any) -> Late | None:
     """The feature of `item`, if it is one of ours and read late."""
     uses = item.__dict__.get(_KEY)
     return None if uses is None else uses.late
+
+
+def ahead(item: Any) -> Ahead | None:
+    """What runs the encoder of `item` ahead of the model, if something does."""
+    uses = item.__dict__.get(_KEY)
+    return None if uses is None else uses.ahead
 
 
 def output(item: Any) -> Output | None:
