@@ -22,7 +22,6 @@ from mmbroker.path import spell_out
 from mmbroker.proto.reference import is_reference
 
 from . import measure, packing, uses
-from .ahead import Ahead, sensible
 from .joining import Joining
 from .outputs import Output, Outputs
 from .settings import Settings
@@ -57,16 +56,10 @@ Taken = dict[tuple[bytes, int], mmbroker.Use]
 
 
 class Consumer:
-    """Takes for one scheduler. `fail` is how this version of SGLang fails one request; it raises, or gives inputs.
-    `cached` asks its cache of embeddings for an item, if encoders can be run ahead of it."""
+    """Takes for one scheduler. `fail` is how this version of SGLang fails one request; it raises, or gives inputs."""
 
     def __init__(
-        self,
-        settings: Settings,
-        scheduler: Any,
-        topology: Topology,
-        fail: Callable[[Any, Any, str], Any],
-        cached: Callable[[Any], bool] | None = None,
+        self, settings: Settings, scheduler: Any, topology: Topology, fail: Callable[[Any, Any, str], Any]
     ) -> None:
         self._topology = topology
         self._fail = fail
@@ -91,16 +84,6 @@ class Consumer:
                 settings.engine if alone else "",
                 lambda: self._table,
             )
-        #: Runs encoders ahead of the model, where this rank's work is its own.
-        self.ahead: Ahead | None = None
-        if (
-            cached is not None
-            and settings.ahead
-            and self._late
-            and self._group is None
-            and topology.stages == 1
-        ):
-            self.ahead = Ahead(cached) if sensible() else None
         if topology.takes:
             name = f"{settings.engine}/scheduler-{topology.rank}"
             self._joining = Joining(settings, name, self._attach)
@@ -274,7 +257,7 @@ class Consumer:
         _, taken = self._ready.pop(id(envelope), (None, {}))
         encoded = {hold: rest for hold, *rest in envelope.get("encoded", ())}
         for item in result.mm_items:
-            mine = uses.hang_on(item, self._stream, self.ahead)
+            mine = uses.hang_on(item, self._stream)
             for place in packing.places(item):
                 if is_reference(place.value):
                     use = taken.get(_key(place.value))

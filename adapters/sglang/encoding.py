@@ -22,34 +22,21 @@ import torch
 from mmbroker.adapters.span import Span
 
 from . import measure, uses
-from .ahead import Ahead
-from .outputs import Output, tokens
+from .outputs import tokens
 
 
 def embed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """AROUND `embed_mm_inputs`."""
     call = inspect.signature(original).bind(*args, **kwargs).arguments
     inputs = call["mm_inputs_list"] or ()
-    ours = [item for one in inputs for item in one.mm_items if item is not None and uses.late(item)]
-    if not ours:
+    if not any(uses.late(item) for one in inputs for item in one.mm_items if item is not None):
         return original(*args, **kwargs)
-    ahead = uses.ahead(ours[0])
     call["data_embedding_func_mapping"] = _encoders(
         call.get("data_embedding_func_mapping"),
         call.get("multimodal_model"),
         call["input_ids"].device,
         getattr(call["input_embedding"], "embedding_dim", 1),
     )
-    if ahead is not None:
-        ahead.run(
-            call["data_embedding_func_mapping"],
-            [
-                (one.mm_items, prefix, extended)
-                for one, prefix, extended in zip(
-                    inputs, call["extend_prefix_lens"], call["extend_seq_lens"], strict=False
-                )
-            ],
-        )
     result = original(**call)
     for one, prefix, extended in zip(
         inputs, call["extend_prefix_lens"], call["extend_seq_lens"], strict=False
@@ -81,20 +68,16 @@ class Encoder:
         self._counted = counted  # all its items, which are none of ours
         self._device = device
         self._width = width
-        self._prepared: dict[int, torch.Tensor] = {}  # by id, of items that the batch keeps alive
-        self._ahead: Ahead | None = None
         # SGLang tells by these what else an encoder does by itself.
         self.__self__ = getattr(encoder, "__self__", None)
         self.__name__ = getattr(encoder, "__name__", "")
 
     def __call__(self, items: Sequence[Any]) -> Any:
-        there = self._made_ahead(items)
-        read: list[Output] = []
+        there = {}
         for index, item in enumerate(items):
-            output = uses.output(item) if index not in there else None
+            output = uses.output(item)
             if output is not None and (tensor := output.read(item, self._device, self._width)) is not None:
                 there[index] = tensor
-                read.append(output)
         if not there:
             return self._run(items)
         rest = [item for index, item in enumerate(items) if index not in there]
@@ -104,28 +87,11 @@ class Encoder:
         new = iter(made)
         # A copy in any case, in the stream that the model runs in.
         result = torch.cat([there[index] if index in there else next(new) for index in range(len(items))])
-        for output in read:
-            output.let_go()
+        for index in there:
+            output = uses.output(items[index])
+            if output is not None:
+                output.let_go()
         return result
-
-    def prepare(self, items: Sequence[Any], ahead: Ahead) -> None:
-        """Make what will be asked for soon, in another stream."""
-        with ahead.aside(self._device):
-            made = _split(self(items), items)
-        if made is not None:
-            self._ahead = ahead
-            self._prepared = dict(zip(map(id, items), made, strict=True))
-
-    def _made_ahead(self, items: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """What was prepared of these, by their places among them, for use in the current stream."""
-        found = {
-            index: tensor
-            for index, item in enumerate(items)
-            if (tensor := self._prepared.pop(id(item), None)) is not None
-        }
-        if self._ahead is not None and found:
-            self._ahead.join(next(iter(found.values())))  # they share their memory
-        return found
 
     def _run(self, items: Sequence[Any]) -> Any:
         """The encoder itself. What it makes is offered to others."""

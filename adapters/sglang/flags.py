@@ -64,13 +64,6 @@ def add(original: Callable[[argparse.ArgumentParser], None], parser: argparse.Ar
         help="Share what the model's encoder makes of a picture with other engines of the same model and settings.",
     )
     group.add_argument(
-        "--mm-broker-no-encode-ahead",
-        action="store_const",
-        const="0",
-        help="Run the encoder when the model's turn has come, as SGLang does, not while the GPU computes the batch "
-        "before.",
-    )
-    group.add_argument(
         "--mm-broker-preprocess",
         choices=settings.PLACES,
         help="Where the tokenizer's workers make features: where SGLang would (engine), or on the CPU, without a CUDA "
@@ -85,7 +78,6 @@ def take(original: Callable[[Any, argparse.Namespace], Any], cls: Any, args: arg
         ("mm_broker", settings.PATH),
         ("mm_broker_wait", settings.WAIT),
         ("mm_broker_share_outputs", settings.SHARE_OUTPUTS),
-        ("mm_broker_no_encode_ahead", settings.AHEAD),
         ("mm_broker_preprocess", settings.PREPROCESS),
     ):
         value = getattr(args, name, None)

@@ -181,7 +181,7 @@ def begin_scheduler(original: Original, scheduler: Any, *args: Any, **kwargs: An
     from .consumer import Consumer
 
     seams.warn_of_overrides(scheduler)
-    consumer = Consumer(asked, scheduler, topology, seams.current().fail, seams.current().cached)
+    consumer = Consumer(asked, scheduler, topology, seams.current().fail)
     setattr(scheduler, _OURS, consumer)
     if topology.takes:
         export.start(scheduler.server_args, asked.engine, topology.rank, consumer.stats)
@@ -228,17 +228,7 @@ def update_weights(original: Original, updater: Any, *args: Any, **kwargs: Any) 
     consumer = getattr(updater.scheduler, _OURS, None)
     if consumer is not None and consumer.outputs is not None:
         consumer.outputs.weights_changed()
-    return renew_weights(original, updater, *args, **kwargs)
-
-
-def renew_weights(original: Original, updater: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND `SchedulerWeightUpdaterManager.resume_memory_occupation`: the same weights, brought back."""
-    consumer = getattr(updater.scheduler, _OURS, None)
-    try:
-        return original(updater, *args, **kwargs)
-    finally:
-        if consumer is not None and consumer.ahead is not None:
-            consumer.ahead.renew()
+    return original(updater, *args, **kwargs)
 
 
 # --- how one request fails ------------------------------------------------------------------------------------------

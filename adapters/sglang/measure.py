@@ -58,8 +58,6 @@ CONSUMER: Final = (
     "releases",
     "encoded",  # features that an encoder read, of those that are read late; with MMBROKER_MEASURE of SGLang's, too
     "moved",  # of these, copied to the encoder's device by the thread that runs it
-    "encoded_ahead",  # features of the encoder's, made or found before the model's turn
-    "ahead_failed",  # that were tried, and left to the model's turn
     "misses",
     "errors",  # requests failed by this plugin
     "outputs_used",  # in place of a run of the encoder

@@ -50,7 +50,6 @@ _COMMON: Final[Hooks] = {
         (_WEIGHTS, f"SchedulerWeightUpdaterManager.update_weights_from_{source}"): hooks.update_weights
         for source in ("disk", "distributed", "tensor", "ipc")
     },
-    (_WEIGHTS, "SchedulerWeightUpdaterManager.resume_memory_occupation"): hooks.renew_weights,
 }
 #: Only timed, and only for `MMBROKER_MEASURE`.
 _TIMED: Final[Hooks] = {
@@ -81,8 +80,6 @@ class Version:
     http2_workers: bool
     #: Whether media can be found before they are decoded.
     artifacts: bool
-    #: Whether SGLang has what an encoder made of an item; None: encoders are not run ahead of the model.
-    cached: Callable[[Any], bool] | None = None
     #: Modules that the launcher will import, beside the tokenizer's: imported before hooks are set.
     launcher: tuple[str, ...] = ()
 
@@ -93,12 +90,6 @@ def _identify_wide(item: Any, digest: bytes) -> None:
 
 def _identify_narrow(item: Any, digest: bytes) -> None:
     item.set_hash(int.from_bytes(digest[:8], "big"))
-
-
-def _cached(item: Any) -> bool:
-    from sglang.srt.managers import mm_utils
-
-    return mm_utils.embedding_cache.get_single(item.hash) is not None
 
 
 def _topology(parallel: Any, shares_attention: bool) -> Topology:
@@ -142,18 +133,12 @@ VERSIONS: Final = {
             (_UTILS, "_get_multimodal_mask"): counting.mask,
             (_UTILS, "_adjust_embedding_length"): counting.adjust,
         },
-        names=(
-            *_USED,
-            (_BATCH, "Req.set_finish_with_abort"),
-            (_BATCH, "FINISH_ABORT"),
-            (_UTILS, "init_mm_embedding_cache"),  # where the cache is
-        ),
+        names=(*_USED, (_BATCH, "Req.set_finish_with_abort"), (_BATCH, "FINISH_ABORT")),
         fail=hooks.fail_by_abort,
         identify=_identify_narrow,
         topology=_topology_of_scheduler,
         http2_workers=False,
         artifacts=False,
-        cached=_cached,
         launcher=("uvicorn",),
     ),
     "0.5.23": Version(

@@ -19,7 +19,6 @@ WAIT: Final = "MMBROKER_WAIT"
 ENGINE: Final = "MMBROKER_ENGINE"
 MEASURE: Final = "MMBROKER_MEASURE"
 SHARE_OUTPUTS: Final = "MMBROKER_SHARE_OUTPUTS"
-AHEAD: Final = "MMBROKER_ENCODE_AHEAD"
 PREPROCESS: Final = "MMBROKER_PREPROCESS"
 
 #: What SGLang takes for a yes in its own variables.
@@ -35,8 +34,7 @@ TESTED: Final = ("0.5.17", "0.5.23")
 @dataclass(frozen=True)
 class Settings:
     """`broker`: carry features through a broker. `path`: the instance directory, None: find it. `wait`: seconds.
-    `share_outputs`: of encoders, with other engines of the same one. `ahead`: run encoders ahead of the model, where
-    that is known to work. `on_cpu`: make features there, whatever SGLang
+    `share_outputs`: of encoders, with other engines of the same one. `on_cpu`: make features there, whatever SGLang
     would do."""
 
     broker: bool = False
@@ -45,7 +43,6 @@ class Settings:
     engine: str = ""
     measure: str | None = None
     share_outputs: bool = False
-    ahead: bool = True
     on_cpu: bool = False
 
 
@@ -72,7 +69,6 @@ def read(environ: MutableMapping[str, str] = os.environ) -> Settings:
         engine=environ.get(ENGINE, ""),
         measure=environ.get(MEASURE) or None,
         share_outputs=environ.get(SHARE_OUTPUTS, "").lower() in YES,
-        ahead=(environ.get(AHEAD) or "1").lower() in YES,
         on_cpu=place == "cpu",
     )
 

@@ -8,15 +8,12 @@ is in `model_specific_data` reaches models.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import mmbroker
 
 from . import measure
 from .outputs import Output
-
-if TYPE_CHECKING:
-    from .ahead import Ahead
 
 _KEY: Final = "_mmbroker_uses"
 
@@ -52,11 +49,10 @@ class Late:
 class ItemUses(list["mmbroker.Use"]):
     """The uses of one item. They stay in their process: a pickle of an item may take its `__dict__` along."""
 
-    def __init__(self, stream: object = None, ahead: Ahead | None = None) -> None:
-        """`stream`: the one in which models run, on a GPU. `ahead`: if encoders run ahead of them."""
+    def __init__(self, stream: object = None) -> None:
+        """`stream`: the one in which models run, on a GPU."""
         super().__init__()
         self.stream = stream
-        self.ahead = ahead
         self.late: Late | None = None  # the item's feature, if it is read late
         self.output: Output | None = None  # what the encoder makes of it, if that is shared
 
@@ -64,9 +60,9 @@ class ItemUses(list["mmbroker.Use"]):
         return ItemUses, ()
 
 
-def hang_on(item: Any, stream: object = None, ahead: Ahead | None = None) -> ItemUses:
+def hang_on(item: Any, stream: object = None) -> ItemUses:
     """A list for the uses of `item`, hung on it."""
-    uses = item.__dict__[_KEY] = ItemUses(stream, ahead)
+    uses = item.__dict__[_KEY] = ItemUses(stream)
     return uses
 
 
@@ -74,12 +70,6 @@ def late(item: Any) -> Late | None:
     """The feature of `item`, if it is one of ours and read late."""
     uses = item.__dict__.get(_KEY)
     return None if uses is None else uses.late
-
-
-def ahead(item: Any) -> Ahead | None:
-    """What runs the encoder of `item` ahead of the model, if something does."""
-    uses = item.__dict__.get(_KEY)
-    return None if uses is None else uses.ahead
 
 
 def output(item: Any) -> Output | None:

@@ -85,15 +85,6 @@ def test_every_rank_takes(shape: Shape, scene: kit.Scene, served: dict[str, Any]
     scene.at_rest()
 
 
-def test_encoders_run_ahead_only_where_a_rank_is_alone(
-    shape: Shape, scene: kit.Scene, served: dict[str, Any]
-) -> None:
-    """Where ranks share the work, their encoders talk to each other."""
-    counts = [counts for role, counts in scene.counts().items() if role.startswith("scheduler")]
-    assert sum(one["encoded"] for one in counts)
-    assert bool(sum(one["encoded_ahead"] for one in counts)) is (shape.name == "dp" and not kit.NEWEST)
-
-
 def test_an_error_on_one_rank_fails_one_request_on_all(
     shape: Shape, scene: kit.Scene, served: dict[str, Any]
 ) -> None:

@@ -60,12 +60,6 @@ def test_the_scheduler_never_hashes_or_rebuilds(served: dict[str, Any], referenc
     )
 
 
-def test_encoders_ran_ahead_of_the_model(served: dict[str, Any]) -> None:
-    scheduler = served["scheduler"]
-    assert scheduler["encoded"] and not scheduler["ahead_failed"]
-    assert scheduler["encoded_ahead"] == (0 if kit.NEWEST else scheduler["encoded"])
-
-
 def test_the_model_reads_the_brokers_own_memory(scene: kit.Scene, served: dict[str, Any]) -> None:
     """Mapped for reading only: a model that wrote into its input would have died of it."""
     (engine,) = scene.status()["engines"]
