@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from . import counting, encoding, hooks, measure
+from . import encoding, hooks, measure
 
 if TYPE_CHECKING:
     from .consumer import Topology
@@ -129,9 +129,6 @@ VERSIONS: Final = {
             (_TOKENIZER, "TokenizerManager._handle_batch_output"): hooks.hear_batch,
             (_TOKENIZER, "TokenizerManager._handle_abort_req"): hooks.hear_abort,
             (_SCHEDULER, "Scheduler._add_request_to_queue"): hooks.add_to_queue,
-            (_UTILS, "get_embedding_and_mask"): counting.count_ahead,
-            (_UTILS, "_get_multimodal_mask"): counting.mask,
-            (_UTILS, "_adjust_embedding_length"): counting.adjust,
         },
         names=(*_USED, (_BATCH, "Req.set_finish_with_abort"), (_BATCH, "FINISH_ABORT")),
         fail=hooks.fail_by_abort,
