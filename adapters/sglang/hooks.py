@@ -65,7 +65,8 @@ def begin_tokenizer(original: Original, manager: Any) -> None:
         from .identity import Encoder
 
         encoder = Encoder(manager, asked.engine)
-    producer = Producer(asked, seams.current().identify, encoder)
+    shapers = getattr(getattr(manager, "mm_processor", None), "mm_processor_worker_num", None) or 1
+    producer = Producer(asked, seams.current().identify, encoder, shapers)
     setattr(manager, _OURS, producer)
     if getattr(manager, "mm_processor", None) is not None:
         setattr(manager.mm_processor, _OURS, producer)
