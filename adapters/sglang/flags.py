@@ -59,9 +59,9 @@ def add(original: Callable[[argparse.ArgumentParser], None], parser: argparse.Ar
     )
     group.add_argument(
         "--mm-broker-share-outputs",
-        action="store_const",
-        const="1",
-        help="Share what the model's encoder makes of a picture with other engines of the same model and settings.",
+        action=argparse.BooleanOptionalAction,
+        help="Keep what the model's encoder makes of a picture, for the next time that it comes, and for other engines "
+        "of the same model and settings (default: yes).",
     )
     group.add_argument(
         "--mm-broker-preprocess",

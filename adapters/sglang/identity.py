@@ -24,6 +24,7 @@ from mmbroker.adapters.weights import by_content, contents, kinds
 from mmbroker.proto.keys import Key
 
 from . import packing
+from .settings import SHARE_OUTPUTS
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,8 @@ class Encoder:
                 try:
                     self._fingerprint = self._make()
                 except Exception as error:  # whatever it is: then nothing is shared
-                    logger.warning("mmbroker: encoder outputs are not shared: %s", error)
+                    level = logging.WARNING if self._environ.get(SHARE_OUTPUTS) else logging.INFO  # asked for
+                    logger.log(level, "mmbroker: encoder outputs are not shared: %s", error)
         return self._fingerprint
 
     def _make(self) -> bytes:

@@ -34,15 +34,15 @@ TESTED: Final = ("0.5.17", "0.5.23")
 @dataclass(frozen=True)
 class Settings:
     """`broker`: carry features through a broker. `path`: the instance directory, None: find it. `wait`: seconds.
-    `share_outputs`: of encoders, with other engines of the same one. `on_cpu`: make features there, whatever SGLang
-    would do."""
+    `share_outputs`: of encoders, for the next time and for other engines. `on_cpu`: make features there, whatever
+    SGLang would do."""
 
     broker: bool = False
     path: str | None = None
     wait: float = DEFAULT_WAIT
     engine: str = ""
     measure: str | None = None
-    share_outputs: bool = False
+    share_outputs: bool = True
     on_cpu: bool = False
 
 
@@ -68,7 +68,7 @@ def read(environ: MutableMapping[str, str] = os.environ) -> Settings:
         wait=wait,
         engine=environ.get(ENGINE, ""),
         measure=environ.get(MEASURE) or None,
-        share_outputs=environ.get(SHARE_OUTPUTS, "").lower() in YES,
+        share_outputs=(environ.get(SHARE_OUTPUTS) or YES[0]).lower() in YES,
         on_cpu=place == "cpu",
     )
 
