@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mmbroker.adapters.sglang import identity
+from mmbroker.adapters.sglang.settings import SHARE_OUTPUTS
 from mmbroker.adapters.weights import WEIGHTS_BY
 from mmbroker.proto.keys import Kind
 
@@ -214,11 +215,12 @@ def test_weights_that_changed_while_they_were_loaded_are_not_known(
 ) -> None:
     encoder = engine(model)
     change(model)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert encoder.key(item(), DIGEST) is None
         assert encoder.key(item(), DIGEST) is None
     (said,) = caplog.records
     assert "are not what they were" in said.message
+    assert said.levelno == logging.INFO
 
 
 def test_weights_that_came_after_the_start_are_not_known(model: Path) -> None:
@@ -246,9 +248,14 @@ def test_random_weights_are_each_engines_own(model: Path) -> None:
 def test_what_is_not_known_is_not_shared(
     model: Path, change: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert engine(**{"model": model, **change}).key(item(), DIGEST) is None
-    assert why in caplog.text
+    """Whoever has asked for it is warned; otherwise it is only said."""
+    for asked, level in ((None, logging.INFO), ("1", logging.WARNING)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            variables = [(SHARE_OUTPUTS, asked)] if asked else []
+            made = engine(**{"model": model, "variables": variables, **change})
+            assert made.key(item(), DIGEST) is None
+        assert why in caplog.text and caplog.records[-1].levelno == level
 
 
 def test_an_items_own_data_make_a_difference(model: Path) -> None:

@@ -70,7 +70,8 @@ def test_holds_end_with_their_requests(scene: kit.Scene, served: dict[str, Any])
     scene.at_rest()
     counts = scene.total("tokenizer")
     assert counts["holds"] == counts["dropped"] >= kit.PICTURES
-    assert scene.total("scheduler")["releases"] == scene.total("scheduler")["takes"]
+    # What an encoder made before is taken and released beside the features.
+    assert scene.total("scheduler")["releases"] == scene.total("scheduler")["takes"] + counts["outputs_found"]
 
 
 def test_the_broker_knows_the_engines_counters(scene: kit.Scene, served: dict[str, Any]) -> None:
@@ -94,8 +95,10 @@ def test_the_same_picture_a_hundred_times(scene: kit.Scene, served: dict[str, An
     after = scene.status()
     assert len(texts) == 1
     assert tokenizer["features"] == scheduler["takes"] == 100
-    assert after["features"] - before["features"] == 1
-    assert after["counters"]["hits"] - before["counters"].get("hits", 0) == 99
+    assert after["features"] - before["features"] == 2, "the feature, and what the encoder made of it"
+    found = tokenizer["outputs_found"]
+    assert 0 < found <= 99
+    assert after["counters"]["hits"] - before["counters"].get("hits", 0) == 99 + found
 
 
 def test_two_samples_are_three_takes_of_one_hold(scene: kit.Scene, served: dict[str, Any]) -> None:
@@ -104,7 +107,7 @@ def test_two_samples_are_three_takes_of_one_hold(scene: kit.Scene, served: dict[
     with scene.change("tokenizer") as tokenizer, scene.change("scheduler") as scheduler:
         both = scene.engine.ask(picture, tokens=8, n=2).texts
     assert both == alone * 2
-    assert tokenizer["holds"] == 1
+    assert tokenizer["holds"] == 1 + tokenizer["outputs_found"] == 2
     assert scheduler["takes"] == 3, "the warm-up of the common prefix, and each sample"
     assert not scheduler.get("misses")
     scene.at_rest()
@@ -114,7 +117,7 @@ def test_a_stream_cut_off_by_its_client_ends_its_hold(scene: kit.Scene, served: 
     for _ in range(3):
         with scene.stream([kit.album()[0]], max_tokens=2000) as lines:
             next(lines)
-            assert scene.status()["holds"] == 1
+            assert scene.status()["holds"] == 2, "of the feature, and of what the encoder made of it before"
     scene.at_rest()
     assert scene.engine.ask([kit.album()[0]], tokens=8).texts == served["texts"]["one-0"]
 
@@ -122,7 +125,7 @@ def test_a_stream_cut_off_by_its_client_ends_its_hold(scene: kit.Scene, served: 
 def test_an_answer_that_nobody_waits_for_ends_its_hold(scene: kit.Scene, served: dict[str, Any]) -> None:
     """Without streaming, the client's going shows only when SGLang looks for it."""
     with scene.request([kit.album()[0]], max_tokens=2000):
-        eventually(lambda: scene.status()["holds"] == 1, "the request has its hold")
+        eventually(lambda: scene.status()["holds"] == 2, "the request has its holds")
     scene.at_rest()
 
 
