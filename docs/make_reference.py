@@ -81,7 +81,7 @@ _CLIENTS = """
 | `MMBROKER_TRANSPORT` | `broker`: SGLang's features go through a broker; as `--mm-transport` |
 | `MMBROKER_PATH` | the instance directory of the broker that an engine shall use; as `--mm-broker` |
 | `MMBROKER_WAIT` | how long a request waits for room, in seconds; as `--mm-broker-wait` |
-| `MMBROKER_SHARE_OUTPUTS` | `1`: share encoder outputs; as `--mm-broker-share-outputs` |
+| `MMBROKER_SHARE_OUTPUTS` | `0`: encoder outputs are not kept or shared; as `--no-mm-broker-share-outputs` |
 | `MMBROKER_PREPROCESS` | `cpu`: the tokenizer's workers make features on the CPU; as `--mm-broker-preprocess` |
 | `MMBROKER_WEIGHTS_BY` | `content`: tell weights by their bytes, so that copies of a model share encoder outputs |
 | `MMBROKER_ENGINE` | an engine's name |
