@@ -7,9 +7,8 @@ starts. It offers the flags (`flags`), and nothing else happens unless somebody 
     MMBROKER_TRANSPORT=broker python program_that_makes_an_engine.py
 
 The rooms: `seams` says which names of which SGLang version are hooked, `producer` puts features in the tokenizer's
-process, `pacing` says whose turn it is there, `consumer` takes features in the scheduler's, `encoding` reads them
-there, `uses` ends their use, `outputs` keeps what encoders make of them, `packing` shortens what still travels inside
-the request, `measure` counts.
+process, `consumer` takes them in the scheduler's, `encoding` reads them there, `uses` ends their use, `outputs` keeps
+what encoders make of them, `packing` shortens what still travels inside the request, `measure` counts.
 """
 
 from __future__ import annotations

@@ -65,8 +65,7 @@ def begin_tokenizer(original: Original, manager: Any) -> None:
         from .identity import Encoder
 
         encoder = Encoder(manager, asked.engine)
-    shapers = getattr(getattr(manager, "mm_processor", None), "mm_processor_worker_num", None) or 1
-    producer = Producer(asked, seams.current().identify, encoder, shapers)
+    producer = Producer(asked, seams.current().identify, encoder)
     setattr(manager, _OURS, producer)
     if getattr(manager, "mm_processor", None) is not None:
         setattr(manager.mm_processor, _OURS, producer)

@@ -35,6 +35,14 @@ CONTENT: Final = "MMBROKER_WEIGHTS_CONTENT"
 #: Architectures whose encoder makes of one item what depends on nothing but that item: each has a test.
 ARCHITECTURES: Final = frozenset({"Qwen2_5_VLForConditionalGeneration"})
 
+#: Ways to load weights that read the model's own files, and nothing else.
+LOADS: Final = frozenset(
+    {
+        *("auto", "safetensors", "fastsafetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes"),
+        *("layered", "sharded_state"),
+    }
+)
+
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".py")
 #: The longest header of a safetensors file that is read, in bytes.
 _HEADER: Final = 64 << 20
@@ -122,10 +130,15 @@ class Encoder:
         self._fingerprint: bytes | None = None
         self._asked = False
 
+    @property
+    def unknown(self) -> bool:
+        """Is it known by now that nothing is shared?"""
+        return self._asked and self._fingerprint is None
+
     def key(self, item: Any, digest: bytes) -> Key | None:
         """The key of what this encoder makes of an item whose feature has this digest. None: it cannot be told."""
         mark = self._mark()
-        beside = packing.beside(item)
+        beside = None if mark is None else packing.beside(item)
         if mark is None or beside is None:
             return None
         return derived_key(mark, digest, str(item.modality.name).encode(), beside)
@@ -133,12 +146,12 @@ class Encoder:
     def _mark(self) -> bytes | None:
         with self._making:
             if not self._asked:
-                self._asked = True
                 try:
                     self._fingerprint = self._make()
                 except Exception as error:  # whatever it is: then nothing is shared
                     level = logging.WARNING if self._environ.get(SHARE_OUTPUTS) else logging.INFO  # asked for
                     logger.log(level, "mmbroker: encoder outputs are not shared: %s", error)
+                self._asked = True
         return self._fingerprint
 
     def _make(self) -> bytes:
@@ -150,8 +163,11 @@ class Encoder:
             raise Unknown("adapters (LoRA) may change the encoder from request to request")
         own: Any = ""
         files: list[Any] = []
-        if args.load_format == "dummy":
+        load = str(getattr(args.load_format, "value", args.load_format))
+        if load == "dummy":
             own = self._engine  # drawn at random: no other engine has them
+        elif load not in LOADS:
+            raise Unknown(f"with --load-format {load} weights may come from elsewhere than the model's files")
         else:
             files = weights(args)
             if fingerprint(weights=files).hex() != self._environ.get(WEIGHTS):

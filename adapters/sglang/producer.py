@@ -27,7 +27,6 @@ from .asking import Asking
 from .fallbacks import Fallbacks, reason_of
 from .identity import Encoder
 from .joining import Joining
-from .pacing import Pace
 from .packing import Place
 from .settings import Settings
 
@@ -42,14 +41,10 @@ _BRIEFLY: Final = 0.1
 
 class Producer:
     """Puts for one tokenizer process. `identify` gives an item the identity that follows from a digest; `encoder` names
-    what the engine's encoder makes of it, if that is shared; `shapers`: how many requests SGLang shapes at once."""
+    what the engine's encoder makes of it, if that is shared."""
 
     def __init__(
-        self,
-        asked: Settings,
-        identify: Callable[[Any, bytes], None],
-        encoder: Encoder | None = None,
-        shapers: int = 1,
+        self, asked: Settings, identify: Callable[[Any, bytes], None], encoder: Encoder | None = None
     ) -> None:
         self.on_cpu = asked.on_cpu
         self._encoder = encoder
@@ -61,7 +56,6 @@ class Producer:
         # SGLang then draws a random identity for each item, in the scheduler.
         self._no_hashes = os.environ.get("SGLANG_MM_SKIP_COMPUTE_HASH", "").lower() in settings.YES
         self._fallbacks = Fallbacks()
-        self._pace = Pace(shapers)
         self.claims = holding.Claims()
         #: What finds pictures before they are decoded, if the model's processor has an interface for that.
         self.artifacts: Any = None
@@ -91,23 +85,20 @@ class Producer:
         derived: bool,
     ) -> tuple[Any, bool]:
         """The request as it is to be sent, and whether it can be."""
-        # With derived keys it may wait for what other processes make, and must not keep others here waiting.
-        paced = request if self.artifacts is None else None
         with holding.Turn(request, max(self._settings.wait, _LEAST), derived) as turn:
-            async with self._pace.turn(paced):
-                tokenized = await original(manager, request)
-                output = getattr(tokenized, "mm_inputs", None)
-                if not getattr(output, "mm_items", None) or not hasattr(output, "build_padded_input_ids"):
-                    return tokenized, True  # no media, or not as a processor puts it out
-                try:
-                    pictures.look(output)
-                    private = getattr(tokenized, "session_params", None) is not None
-                    await self._carry(output, private, turn, mine)
-                except Exception as error:
-                    logger.error("mmbroker: a request goes SGLang's own way", exc_info=error)
-                    self._fallbacks.count("failed", 1, f"{type(error).__name__}: {error}")
-                    return tokenized, not packing.unsealed(output)
-                return tokenized, True
+            tokenized = await original(manager, request)
+            output = getattr(tokenized, "mm_inputs", None)
+            if not getattr(output, "mm_items", None) or not hasattr(output, "build_padded_input_ids"):
+                return tokenized, True  # no media, or not as a processor puts it out
+            try:
+                pictures.look(output)
+                private = getattr(tokenized, "session_params", None) is not None
+                await self._carry(output, private, turn, mine)
+            except Exception as error:
+                logger.error("mmbroker: a request goes SGLang's own way", exc_info=error)
+                self._fallbacks.count("failed", 1, f"{type(error).__name__}: {error}")
+                return tokenized, not packing.unsealed(output)
+            return tokenized, True
 
     def send(self, original: Callable[[Any, Any], Any], manager: Any, tokenized: Any) -> Any:
         """AROUND `TokenizerManager._send_one_request`, which is a coroutine in newer versions."""
@@ -137,7 +128,8 @@ class Producer:
             mine.append(claim)
             self.claims.add(claim)
             # A session's items outlive its holds, so nothing is looked up for them.
-            made = [] if self._encoder is None or private else await self._made(self._encoder, output, put)
+            shared = None if private or self._encoder is None or self._encoder.unknown else self._encoder
+            made = [] if shared is None else await self._made(shared, output, put)
             claim.also(one.held for one in made if one.held is not None)
             self._refer(output, put, made)
             measure.counters.add("requests")

@@ -21,8 +21,9 @@ MEASURE: Final = "MMBROKER_MEASURE"
 SHARE_OUTPUTS: Final = "MMBROKER_SHARE_OUTPUTS"
 PREPROCESS: Final = "MMBROKER_PREPROCESS"
 
-#: What SGLang takes for a yes in its own variables.
+#: What SGLang takes for a yes in its own variables, and what is a no here.
 YES: Final = ("1", "true", "yes", "y")
+NO: Final = ("0", "false", "no", "n")
 #: Where features are made: where SGLang would, or on the CPU.
 PLACES: Final = ("engine", "cpu")
 #: How long a request waits for room in a healthy broker, in seconds.
@@ -61,6 +62,9 @@ def read(environ: MutableMapping[str, str] = os.environ) -> Settings:
     place = environ.get(PREPROCESS) or PLACES[0]
     if place not in PLACES:
         raise ValueError(f"{PREPROCESS}={place!r}: it is {' or '.join(map(repr, PLACES))}")
+    share = (environ.get(SHARE_OUTPUTS) or YES[0]).lower()
+    if share not in (*YES, *NO):
+        raise ValueError(f"{SHARE_OUTPUTS}={share!r}: it is {YES[0]!r} or {NO[0]!r}")
     by_content(environ)
     return Settings(
         broker=transport == "broker",
@@ -68,7 +72,7 @@ def read(environ: MutableMapping[str, str] = os.environ) -> Settings:
         wait=wait,
         engine=environ.get(ENGINE, ""),
         measure=environ.get(MEASURE) or None,
-        share_outputs=(environ.get(SHARE_OUTPUTS) or YES[0]).lower() in YES,
+        share_outputs=share in YES,
         on_cpu=place == "cpu",
     )
 

@@ -243,6 +243,8 @@ def test_random_weights_are_each_engines_own(model: Path) -> None:
         ({"config": Config("AnotherModel")}, "AnotherModel"),
         ({"enable_lora": True}, "LoRA"),
         ({"model": Path("/no/such/model")}, "/no/such/model"),
+        ({"load_format": "remote_instance"}, "--load-format remote_instance"),
+        ({"load_format": "a.loader.of.somebodys.own"}, "--load-format a.loader"),
     ],
 )
 def test_what_is_not_known_is_not_shared(
@@ -254,8 +256,22 @@ def test_what_is_not_known_is_not_shared(
         with caplog.at_level(logging.INFO):
             variables = [(SHARE_OUTPUTS, asked)] if asked else []
             made = engine(**{"model": model, "variables": variables, **change})
+            assert not made.unknown
             assert made.key(item(), DIGEST) is None
+            assert made.unknown, "nobody asks again"
         assert why in caplog.text and caplog.records[-1].levelno == level
+
+
+def test_every_way_to_load_is_known_or_not(model: Path) -> None:
+    """By its name, and as SGLang has it."""
+    from sglang.srt.configs.load_config import LoadFormat
+
+    for way in LoadFormat:
+        known = way.value in identity.LOADS or way is LoadFormat.DUMMY
+        for given in (way, way.value):
+            made = engine(model, load_format=given)
+            assert (made.key(item(), DIGEST) is not None) is known and made.unknown is not known
+    assert {way.value for way in LoadFormat} >= identity.LOADS
 
 
 def test_an_items_own_data_make_a_difference(model: Path) -> None:

@@ -349,7 +349,7 @@ def test_who_cannot_be_given_anything_does_not_wait(why: str, counted: Counted) 
 def engine(broker: BrokerProcess) -> Iterator[Engine]:
     asked = settings.Settings(True, str(broker.directory), 2.0, "an-engine", share_outputs=True)
     engine = Engine(asked, ARCHITECTURE)
-    keys: Any = SimpleNamespace(key=lambda item, digest: Key.derived(digest[::-1]))
+    keys: Any = SimpleNamespace(unknown=False, key=lambda item, digest: Key.derived(digest[::-1]))
     engine.producer._encoder = keys
     yield engine
     eventually(lambda: kit.balanced(broker.status()), "holds and grants come to nothing")
@@ -428,7 +428,7 @@ def test_what_one_rank_lacks_no_rank_uses(
         monkeypatch.setattr(mine, "_table", SimpleNamespace(take=take, stats=table.stats))
     elif lack == "another's":
         monkeypatch.setattr(consumer, "_key", lambda reference: (reference["boot"], reference["hold"]))
-        there: Any = SimpleNamespace(key=lambda item, digest: Key.derived(bytes(32)))
+        there: Any = SimpleNamespace(unknown=False, key=lambda item, digest: Key.derived(bytes(32)))
         wrong = engine.producer._joining.client
         assert wrong is not None
         with wrong.put(rows(7, 1), key=Key.derived(bytes(32))):

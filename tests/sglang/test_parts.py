@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import copy
 import logging
+import os
 import pickle
 import sys
 from collections.abc import AsyncIterator
@@ -19,6 +21,7 @@ from mmbroker.adapters import turns
 from mmbroker.adapters.sglang import (
     export,
     fallbacks,
+    flags,
     holding,
     joining,
     measure,
@@ -319,6 +322,7 @@ def test_the_tested_versions_are_those_with_seams() -> None:
         ({settings.WAIT: "soon"}, "MMBROKER_WAIT='soon'"),
         ({settings.WAIT: "-1"}, "MMBROKER_WAIT='-1'"),
         ({settings.WAIT: "nan"}, "MMBROKER_WAIT='nan'"),
+        ({settings.SHARE_OUTPUTS: "on"}, "MMBROKER_SHARE_OUTPUTS='on'"),
     ],
 )
 def test_senseless_settings_are_named(environ: dict[str, str], message: str) -> None:
@@ -332,6 +336,27 @@ def test_settings() -> None:
     name = settings.name_engine(environ)
     assert settings.name_engine(environ) == name, "drawn once"
     assert settings.read(environ) == settings.Settings(True, "/x", 2.5, name)
+
+
+@pytest.mark.parametrize(
+    ("word", "shared"),
+    [("", True), ("1", True), ("True", True), ("0", False), ("no", False), ("False", False)],
+)
+def test_outputs_are_shared_unless_that_is_turned_off(word: str, shared: bool) -> None:
+    assert settings.read({settings.SHARE_OUTPUTS: word}).share_outputs is shared
+
+
+@pytest.mark.parametrize(
+    ("words", "shared"),
+    [([], True), (["--mm-broker-share-outputs"], True), (["--no-mm-broker-share-outputs"], False)],
+)
+def test_the_flag_that_turns_it_off(words: list[str], shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(settings.SHARE_OUTPUTS, raising=False)
+    parser = argparse.ArgumentParser()
+    flags.add(lambda parser: None, parser)
+    assert flags.take(lambda cls, args: args, None, parser.parse_args(words)).mm_transport is None
+    assert settings.read().share_outputs is shared
+    os.environ.pop(settings.SHARE_OUTPUTS, None)
 
 
 class Use:
