@@ -74,7 +74,7 @@ class Consumer:
         self._device = device_of(scheduler)
         self._stream = getattr(scheduler, "forward_stream", None)
         self._joining: Joining | None = None
-        #: What encoders make, shared with other engines, if that was asked for.
+        #: What encoders make, for the next time and for other engines, unless that is turned off.
         self.outputs: Outputs | None = None
         if settings.share_outputs:
             alone = topology.world == 1 and self._group is None
