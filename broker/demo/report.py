@@ -90,8 +90,8 @@ def show(
     made.add_row("answers equal to SGLang's own", "", f"{equal_texts(own, brokered)} of {len(own.answers)}")
     made.add_row("features at the scheduler", str(own.features), str(brokered.features))
     made.add_row("their bytes", size(carried), size(carried))
-    made.add_row("of these in the broker at the end", "", size(brokered.after["pool"]["used"]))
-    made.add_row("written / found there already", "", f"{seals} / {hits}")
+    made.add_row("in the broker at the end, with encoder outputs", "", size(brokered.after["pool"]["used"]))
+    made.add_row("written / found there already, likewise", "", f"{seals} / {hits}")
     made.add_row("sent SGLang's own way", str(own.features), str(brokered.fallbacks))
     made.add_row(
         "hashed by the scheduler", *[str(run.total("scheduler")["hash_calls"]) for run in (own, brokered)]
