@@ -253,7 +253,7 @@ class Consumer:
         result = original(scheduler, opened)
         if self._late and result.padded_input_ids is None:
             # The processor left it to the scheduler because items had no identity yet. It takes far longer by torch.
-            result.padded_input_ids = type(opened).build_padded_input_ids(opened.input_ids, result.mm_items)
+            result.padded_input_ids = packing.padded(opened, result.mm_items)
         _, taken = self._ready.pop(id(envelope), (None, {}))
         encoded = {hold: rest for hold, *rest in envelope.get("encoded", ())}
         for item in result.mm_items:

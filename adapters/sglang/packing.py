@@ -89,16 +89,17 @@ def close(output: Any, encoded: Sequence[Encoded] = ()) -> None:
         {key: pack(value) for key, value in item.model_specific_data.items() if packable(value)}
         for item in output.mm_items
     ]
-    padded = output.padded_input_ids is not None and _rebuilt(output) == list(output.padded_input_ids)
+    given = output.padded_input_ids
+    rebuilt = given is not None and padded(output, output.mm_items) == list(given)
     # Everything could be packed; only now is anything changed.
     for name in packed:
         setattr(output, name, None)
     for item, gone in zip(output.mm_items, small, strict=True):
         # A new dict, not a shorter one: a processor may have kept the old one for its cache.
         item.model_specific_data = {k: v for k, v in item.model_specific_data.items() if k not in gone}
-    if padded:
+    if rebuilt:
         output.padded_input_ids = None
-    envelope: dict[str, Any] = {"output": packed, "items": small, "padded": padded}
+    envelope: dict[str, Any] = {"output": packed, "items": small, "padded": rebuilt}
     if encoded:
         envelope["encoded"] = [list(one) for one in encoded]
     output.mm_items[0].model_specific_data[ENVELOPE] = envelope
@@ -130,8 +131,9 @@ def identity(item: Any, digest: bytes) -> bytes:
     return digest if rest is None else hashlib.sha256(b"mmbroker item\0" + digest + rest).digest()
 
 
-def _rebuilt(output: Any) -> Any:
-    return type(output).build_padded_input_ids(output.input_ids, output.mm_items)
+def padded(output: Any, items: Sequence[Any]) -> Any:
+    """The prompt of a request with its items' identities in their places; None unless all of them have one."""
+    return type(output).build_padded_input_ids(output.input_ids, items)
 
 
 def envelope_of(output: Any) -> dict[str, Any] | None:
@@ -157,7 +159,7 @@ def open_copy(output: Any, envelope: dict[str, Any]) -> Any:
         twin.model_specific_data = data
         opened.mm_items.append(twin)
     if envelope["padded"]:
-        opened.padded_input_ids = _rebuilt(opened)
+        opened.padded_input_ids = padded(opened, opened.mm_items)
     return opened
 
 

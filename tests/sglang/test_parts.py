@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import copy
 import logging
-import os
 import pickle
 import sys
 from collections.abc import AsyncIterator
@@ -21,7 +19,6 @@ from mmbroker.adapters import turns
 from mmbroker.adapters.sglang import (
     export,
     fallbacks,
-    flags,
     holding,
     joining,
     measure,
@@ -344,19 +341,6 @@ def test_settings() -> None:
 )
 def test_outputs_are_shared_unless_that_is_turned_off(word: str, shared: bool) -> None:
     assert settings.read({settings.SHARE_OUTPUTS: word}).share_outputs is shared
-
-
-@pytest.mark.parametrize(
-    ("words", "shared"),
-    [([], True), (["--mm-broker-share-outputs"], True), (["--no-mm-broker-share-outputs"], False)],
-)
-def test_the_flag_that_turns_it_off(words: list[str], shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(settings.SHARE_OUTPUTS, raising=False)
-    parser = argparse.ArgumentParser()
-    flags.add(lambda parser: None, parser)
-    assert flags.take(lambda cls, args: args, None, parser.parse_args(words)).mm_transport is None
-    assert settings.read().share_outputs is shared
-    os.environ.pop(settings.SHARE_OUTPUTS, None)
 
 
 class Use:

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(200)]
 
 VARIABLES = (
     *(settings.TRANSPORT, settings.PATH, settings.WAIT, settings.ENGINE, settings.MEASURE),
+    settings.SHARE_OUTPUTS,
     *(flags.SERVED_APP, "SGLANG_HTTP_SERVER_APP_PATH", "SGLANG_MM_BUFFER_SIZE_MB", "SGLANG_RUST_SERVER"),
 )
 
@@ -66,6 +67,15 @@ def test_who_does_not_ask_gets_nothing(
 ) -> None:
     take(parse(*arguments))
     assert not switched
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shared"),
+    [((), True), (("--mm-broker-share-outputs",), True), (("--no-mm-broker-share-outputs",), False)],
+)
+def test_outputs_are_shared_unless_a_flag_turns_it_off(arguments: tuple[str, ...], shared: bool) -> None:
+    take(parse(*arguments))
+    assert settings.read().share_outputs is shared
 
 
 def test_a_flag_overrides_the_environment(switched: list[tuple[settings.Settings, bool]]) -> None:
