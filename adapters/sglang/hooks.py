@@ -6,6 +6,7 @@ SGLang's own objects, so two engines in one process do not meet.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from http import HTTPStatus
@@ -69,17 +70,15 @@ def begin_tokenizer(original: Original, manager: Any) -> None:
     setattr(manager, _OURS, producer)
     if getattr(manager, "mm_processor", None) is not None:
         setattr(manager.mm_processor, _OURS, producer)
-        if asked.on_cpu or seams.current().artifacts:
-            seams.warn_of_overrides(manager.mm_processor)
         if asked.on_cpu:
             from . import preprocessing
 
             preprocessing.stay_on_cpu(manager)
-        if seams.current().artifacts:
-            from . import artifacts
-
-            producer.artifacts = artifacts.enable(manager.mm_processor, manager.server_args, producer.asking)
-        measure.counters.add("content" if producer.artifacts is None else "derived")
+        enable = importlib.import_module(f"{__package__}.{seams.current().finder}").enable
+        producer.finder = enable(manager.mm_processor, manager.server_args, producer.asking)
+        measure.counters.add("content" if producer.finder is None else "derived")
+        if asked.on_cpu or producer.finder is not None:
+            seams.warn_of_overrides(manager.mm_processor)
     export.start(manager.server_args, asked.engine, None)
     manager.rid_to_state = holding.States(manager.rid_to_state, producer.claims.left)
 
@@ -145,9 +144,25 @@ def hear_abort(original: Original, manager: Any, received: Any) -> Any:
 async def prepare_artifacts(original: Original, processor: Any, media: Any, **options: Any) -> Any:
     """AROUND the coroutines `MediaArtifactCacheMixin.prepare_media_artifacts` and the one `_without_cache`."""
     producer = getattr(processor, _OURS, None)
-    if producer is None or producer.artifacts is None:
+    if producer is None or producer.finder is None:
         return await original(processor, media, **options)
-    return await producer.artifacts.prepare(original, media, options)
+    return await producer.finder.prepare(original, media, options)
+
+
+async def load_media(original: Original, processor: Any, /, *args: Any, **options: Any) -> Any:
+    """AROUND the coroutine `BaseMultimodalProcessor.load_mm_data`, where nothing comes before it."""
+    producer = getattr(processor, _OURS, None)
+    if producer is None or producer.finder is None or args:
+        return await original(processor, *args, **options)
+    return await producer.finder.load(original, options)
+
+
+def combine_media(original: Original, processor: Any, base: Any, /, *args: Any, **options: Any) -> Any:
+    """AROUND `BaseMultimodalProcessor.process_and_combine_mm_data`, whose own `processor` is one of transformers."""
+    producer = getattr(processor, _OURS, None)
+    if producer is None or producer.finder is None:
+        return original(processor, base, *args, **options)
+    return producer.finder.combine(original, base, args, options)
 
 
 def wrap_for_ipc(original: Original, processor: Any, tensor: Any) -> Any:

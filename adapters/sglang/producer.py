@@ -57,8 +57,8 @@ class Producer:
         self._no_hashes = os.environ.get("SGLANG_MM_SKIP_COMPUTE_HASH", "").lower() in settings.YES
         self._fallbacks = Fallbacks()
         self.claims = holding.Claims()
-        #: What finds pictures before they are decoded, if the model's processor has an interface for that.
-        self.artifacts: Any = None
+        #: What finds pictures before they are decoded, if there is one for the model's processor.
+        self.finder: Any = None
         #: SGLang's own way for a tensor that is on the GPU; known once there was one (`keep`).
         self._wrap: Callable[[Any], Any] | None = None
 
@@ -161,11 +161,7 @@ class Producer:
 
     async def _made(self, encoder: Encoder, output: Any, put: dict[Place, Any]) -> list[Made]:
         """What the engine's encoder makes of the features that are in the broker, with what it has made already."""
-        features = {place: held.ref.to_wire() for place, held in put.items()}
-        for item in output.mm_items:
-            for place in packing.places(item):
-                if is_reference(place.value):
-                    features[place] = place.value
+        features = {**{place: held.ref.to_wire() for place, held in put.items()}, **self._known(output)}
         looked = _Look(self.asking.client, self._settings.engine, encoder, features)
         made = await self.asking.put(looked.run, looked.give_back) or []
         measure.counters.add("outputs_found", sum(one.held is not None for one in made))
@@ -174,22 +170,35 @@ class Producer:
     def _refer(self, output: Any, helds: dict[Place, Any], made: list[Made]) -> None:
         """Write references into the places of tensors, and make the rest of the request short."""
         values = {place: place.value for place in helds}
-        identities = {place: packing.identity(place.item, held.ref.digest) for place, held in helds.items()}
+        references = {place: held.ref.to_wire() for place, held in helds.items()}
+        digests = {place: wire["digest"] for place, wire in {**self._known(output), **references}.items()}
+        identities = {place: packing.identity(place.item, digest) for place, digest in digests.items()}
         try:
-            for place, held in helds.items():
+            for place, identity in identities.items():
                 item = place.item
                 if not place.extra and item.hash is None and item.pad_value is None and not self._no_hashes:
                     # Otherwise the prompt may already be padded with the item's own values: another identity would
                     # leave it without a place in the prompt.
-                    self._identify(item, identities[place])
-                place.value = held.ref.to_wire()
-                measure.counters.add("bytes", held.ref.nbytes)
+                    self._identify(item, identity)
+            for place, reference in references.items():
+                place.value = reference
+                measure.counters.add("bytes", reference["nbytes"])
             packing.close(output, [one.encoded() for one in made])
         except BaseException:
             # References without an envelope would reach the model.
             for place, value in values.items():
                 place.value = value
             raise
+
+    @staticmethod
+    def _known(output: Any) -> dict[Place, dict[str, Any]]:
+        """The places of `output` that had references in them before anything was put."""
+        return {
+            place: place.value
+            for item in output.mm_items
+            for place in packing.places(item)
+            if is_reference(place.value)
+        }
 
     def _features(self, output: Any) -> Iterator[Place]:
         """The places of `output` whose values go through the broker."""

@@ -28,6 +28,7 @@ _BATCH: Final = "sglang.srt.managers.schedule_batch"
 _UTILS: Final = "sglang.srt.managers.mm_utils"
 _WEIGHTS: Final = "sglang.srt.managers.scheduler_components.weight_updater"
 _PROCESSOR: Final = "sglang.srt.multimodal.processors.base_processor"
+_COMMONS: Final = "sglang.srt.utils.common"
 _ARTIFACTS: Final = "sglang.srt.multimodal.media_artifacts.base"
 _CACHE: Final = "sglang.srt.multimodal.cache"
 
@@ -78,8 +79,8 @@ class Version:
     topology: Callable[[Any], Topology]
     #: Whether HTTP/2 workers can be made to load plugins.
     http2_workers: bool
-    #: Whether media can be found before they are decoded.
-    artifacts: bool
+    #: The module of ours that finds media before they are decoded.
+    finder: str
     #: Modules that the launcher will import, beside the tokenizer's: imported before hooks are set.
     launcher: tuple[str, ...] = ()
 
@@ -129,13 +130,22 @@ VERSIONS: Final = {
             (_TOKENIZER, "TokenizerManager._handle_batch_output"): hooks.hear_batch,
             (_TOKENIZER, "TokenizerManager._handle_abort_req"): hooks.hear_abort,
             (_SCHEDULER, "Scheduler._add_request_to_queue"): hooks.add_to_queue,
+            (_PROCESSOR, "BaseMultimodalProcessor.load_mm_data"): hooks.load_media,
+            (_PROCESSOR, "BaseMultimodalProcessor.process_and_combine_mm_data"): hooks.combine_media,
         },
-        names=(*_USED, (_BATCH, "Req.set_finish_with_abort"), (_BATCH, "FINISH_ABORT")),
+        names=(
+            *_USED,
+            (_BATCH, "Req.set_finish_with_abort"),
+            (_BATCH, "FINISH_ABORT"),
+            (_COMMONS, "get_image_bytes"),
+            (_COMMONS, "ImageData"),
+            (_PROCESSOR, "BaseMultimodalProcessor.process_and_combine_mm_data_async"),
+        ),
         fail=hooks.fail_by_abort,
         identify=_identify_narrow,
         topology=_topology_of_scheduler,
         http2_workers=False,
-        artifacts=False,
+        finder="undecoded",
         launcher=("uvicorn",),
     ),
     "0.5.23": Version(
@@ -161,7 +171,7 @@ VERSIONS: Final = {
         identify=_identify_wide,
         topology=_topology_of_context,
         http2_workers=True,
-        artifacts=True,
+        finder="artifacts",
         launcher=(_ARTIFACTS,),
     ),
 }

@@ -49,13 +49,25 @@ def fingerprint_of(processor: Any, server_args: Any) -> bytes:
         config=plain(processor.hf_config),
         processor=plain(wrapped),
         parts=[plain(part) for part in parts],
-        settings=plain(processor.preprocess_fingerprint_payload()),
+        settings=plain(_settings(processor)),
         classes=[_name(kind) for kind in classes],
         code=dict(_code(classes)),
         constants=dict(_constants(type(processor))),
         environment=dict(_environment()),
         device=str(processor._fast_image_processor_device(wrapped)),
     )
+
+
+def _settings(processor: Any) -> Any:
+    """What SGLang itself says of a processor's settings; where it does not (before 0.5.20), what it sets."""
+    if hasattr(processor, "preprocess_fingerprint_payload"):
+        return processor.preprocess_fingerprint_payload()
+    names = (
+        *("gpu_image_decode", "disable_fast_image_processor", "mm_feature_transport"),
+        *("image_config", "video_config", "audio_config"),
+    )
+    # Where pictures are decoded is not where they are shaped.
+    return {"gpu": torch.cuda.is_available(), **{name: getattr(processor, name) for name in names}}
 
 
 def plain(value: Any) -> Any:

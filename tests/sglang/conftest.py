@@ -9,8 +9,8 @@ import pytest
 
 from . import kit
 
-#: The older version has no interface before decoding.
-collect_ignore = [] if kit.NEWEST else ["test_sharing.py", "test_artifacts.py", "test_reuse.py"]
+#: The older version has no artifacts.
+collect_ignore = [] if kit.NEWEST else ["test_artifacts.py"]
 
 
 @pytest.fixture(scope="session")

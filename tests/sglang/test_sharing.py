@@ -109,7 +109,8 @@ def test_a_picture_a_hundred_times_through_two_servers_is_made_once(pair: Pair) 
     assert (pair.total("derived_made"), pair.total("derived_hits")) == (1, 99)
     counters = pair.broker.status()["counters"]
     assert counters["promises"] == 1
-    assert counters["seals"] == 1 + pair.total("outputs_published", "scheduler"), "what the encoder made, too"
+    # What the encoder made, too: by both engines, if each had the picture before the other's was there.
+    assert 1 <= pair.total("outputs_published", "scheduler") <= 2 and counters["seals"] == 2
     pair.at_rest()
 
 
