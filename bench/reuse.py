@@ -25,12 +25,11 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-from unittest import mock
 
 if not __package__:  # run as a script: the package is this directory
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -38,12 +37,11 @@ if not __package__:  # run as a script: the package is this directory
 import mmbroker
 from bench import machine
 from bench.alike import OPTIONS, Server, album, servers
+from bench.preprocessors import Engine, Output, engine
 from bench.processes import Workshop
-from mmbroker.adapters.fingerprint import versions
-from mmbroker.adapters.sglang import artifacts, holding, joining, settings, shaping
+from mmbroker.adapters.sglang import holding, joining, settings
 from mmbroker.adapters.sglang.asking import Asking
 from mmbroker.demo.engine import CPU_ENVIRONMENT
-from mmbroker.demo.model import tiny_model
 from mmbroker.proto.reference import is_reference
 
 ENGINE: Final = "engine"
@@ -51,79 +49,6 @@ AT_ONCE: Final = 8
 SEED: Final = 0
 #: A request's wait for the broker, in seconds.
 WAIT: Final = 30.0
-
-
-# --- a server of SGLang's, as far as it concerns pictures -----------------------------------------------------------
-
-
-class Engine:
-    """A processor of SGLang's with derived keys, as the plugin gives it some."""
-
-    def __init__(self, server: Server, asking: Asking) -> None:
-        from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
-        from sglang.srt.runtime_context import create_context, use_context
-        from sglang.srt.server_args import ServerArgs
-
-        wrapped, config = _loaded(server.pil)
-        for name, value in server.attributes.items():
-            setattr(wrapped.image_processor, name, copy.deepcopy(value))
-        for name, value in server.config.items():
-            setattr(config, name, value)
-        args = ServerArgs(
-            model_path=str(tiny_model()),
-            revision=server.revision,
-            device="cpu",
-            mm_process_config={"image": dict(server.image)} if server.image else {},
-        )
-        with (
-            mock.patch.dict(os.environ, server.environment),
-            mock.patch.object(shaping, "versions", lambda *all: {**versions(*all), **server.versions}),
-        ):
-            args.resolve_once()
-            with use_context(create_context(args, role="tokenizer")):
-                self.processor = QwenVLImageProcessor(config, args, wrapped, "default", skip_mm_pool=True)
-                found = artifacts.enable(self.processor, args, asking)
-        if found is None:
-            raise RuntimeError(f"SGLang's processor of {server.name!r} has no derived keys")
-        self.artifacts = found
-
-    def close(self) -> None:
-        self.processor.shutdown()
-
-    async def alone(self, media: Any) -> Any:
-        """What SGLang makes of it, without us."""
-        (made,) = await self.processor.prepare_media_artifacts_without_cache([media])
-        return made
-
-    async def shared(self, media: Any) -> Any:
-        """What comes by way of the broker; its feature may be a reference, that the current turn holds."""
-        original = type(self.processor).prepare_media_artifacts_without_cache
-        (made,) = await self.artifacts.prepare(original, [media], {})
-        return made
-
-    async def key(self, media: Any) -> bytes:
-        modality = self.processor._resolve_artifact_modality(None)
-        (snapshot,) = await self.artifacts._snapshots([media], modality)
-        key = self.artifacts._key(media, snapshot, modality)
-        if key is None:
-            raise RuntimeError("a picture in bytes has no derived key")
-        return key.value
-
-
-def _loaded(pil: bool) -> tuple[Any, Any]:
-    """The model's own processor and configuration, new."""
-    if pil not in _LOADED:
-        from transformers import AutoConfig, AutoProcessor
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-        wrapped = AutoProcessor.from_pretrained(tiny_model())
-        if pil:
-            wrapped.image_processor = Qwen2VLImageProcessorPil.from_pretrained(tiny_model())
-        _LOADED[pil] = wrapped, AutoConfig.from_pretrained(tiny_model())
-    return copy.deepcopy(_LOADED[pil])
-
-
-_LOADED: Final[dict[bool, tuple[Any, Any]]] = {}
 
 
 # --- the check ------------------------------------------------------------------------------------------------------
@@ -158,7 +83,7 @@ class Ledger:
     """What was asked for by which key, and what is the right answer to it."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter(pictures=0, through_broker=0, refused=0)
         self.wrong: list[str] = []
         self._outputs: dict[bytes, set[bytes]] = {}
         self._asked: dict[bytes, set[tuple[str, str, str]]] = {}
@@ -194,15 +119,15 @@ async def check(engine: Engine, case: Case, server: Server, media: Any, table: A
     ledger.note((server.name, case.picture, str(OPTIONS[case.options])), key, right, got, shared)
 
 
-async def _output(make: Callable[[Any], Any], media: Any, table: Any) -> tuple[bytes, bool]:
-    """A hash of all of an artifact that reaches the model, or of the reason why there is none."""
+async def _output(make: Callable[[Any], Awaitable[Output]], media: Any, table: Any) -> tuple[bytes, bool]:
+    """A hash of all that reaches the model, or of the reason why nothing does; whether its feature was shared."""
     try:
         made = await make(media)
     except Exception as error:  # SGLang refuses some: then it does so in the same words
         return hashlib.sha256(f"{type(error)} {error}".encode()).digest(), False
-    h = hashlib.sha256(f"{made.content_digest} {sorted(made.model_specific_data)}".encode())
-    for beside in (made.model_specific_data[name] for name in sorted(made.model_specific_data)):
-        h.update(f"{beside.dtype} {tuple(beside.shape)}".encode() + beside.numpy().tobytes())
+    h = hashlib.sha256(f"{made.said} {sorted(made.beside)}".encode())
+    for name in sorted(made.beside):
+        _add(h, made.beside[name])
     if not is_reference(made.feature):
         _add(h, made.feature)
         return h.digest(), False
@@ -211,8 +136,8 @@ async def _output(make: Callable[[Any], Any], media: Any, table: Any) -> tuple[b
     return h.digest(), True
 
 
-def _add(h: Any, feature: Any) -> None:
-    h.update(f"{feature.dtype} {tuple(feature.shape)}".encode() + feature.numpy().tobytes())
+def _add(h: Any, tensor: Any) -> None:
+    h.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
 
 
 @contextmanager
@@ -237,7 +162,7 @@ async def run(
     with joined(path) as (asking, table), ExitStack() as stack:
         for case, number in todo:
             if (case.server, number) not in engines:
-                engines[case.server, number] = Engine(kinds[case.server], asking)
+                engines[case.server, number] = engine(kinds[case.server], asking)
                 stack.callback(engines[case.server, number].close)
         say(
             f"{len(engines)} processors of {len(kinds)} settings, {len(shown)} pictures, {len(OPTIONS)} options"

@@ -20,7 +20,7 @@ from PIL import Image
 
 import mmbroker
 from mmbroker.adapters.fingerprint import derived_key, fingerprint
-from mmbroker.adapters.sglang import artifacts, holding, joining, packing, settings, shaping
+from mmbroker.adapters.sglang import artifacts, holding, joining, known, packing, settings, shaping
 from mmbroker.adapters.sglang.asking import Asking
 from mmbroker.demo.model import tiny_model
 from mmbroker.proto import errors
@@ -437,12 +437,11 @@ def test_outputs_that_differ_have_keys_that_differ(real: tuple[Any, Any]) -> Non
 
 def test_what_is_beside_a_feature_comes_back_as_it_was() -> None:
     value = {"a": [1, -2.5, None, True], "b": ("x", b"y"), "t": torch.arange(6).reshape(2, 3), 3: {}}
-    back = artifacts._up(artifacts._down(value))
+    back = known.up(known.down(value))
     assert str(back) == str(value) and back["t"].dtype == torch.int64
     with pytest.raises(TypeError):
-        artifacts._down(object())
+        known.down(object())
     large = Artifact("", "", 0, torch.ones(1), {"mask": torch.ones(2000)})
-    assert artifacts._closed(large) is None and artifacts._closed(
-        dataclasses.replace(large, model_specific_data={})
-    )
+    assert known.closed(large, frozenset({"feature"})) is None
+    assert known.closed(dataclasses.replace(large, model_specific_data={}), frozenset({"feature"}))
     assert packing.portable(large.feature)

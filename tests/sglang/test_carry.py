@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,13 +62,17 @@ class Engine:
     def output(self, *items: Any) -> Any:
         return self.batch.MultimodalProcessorOutput(mm_items=list(items), input_ids=[1, 2])
 
-    async def put(self, output: Any, private: bool = False) -> Any:
-        """The request as it is sent."""
+    async def put(self, output: Any, private: bool = False, known: Sequence[Any] = ()) -> Any:
+        """The request as it is sent. `known`: what was held for it before its output was there."""
         tokenized = SimpleNamespace(
             rid="r", mm_inputs=output, session_params=SimpleNamespace() if private else None
         )
 
         async def original(manager: Any, request: Any) -> Any:
+            turn = holding.turn.get()
+            assert turn is not None or not known
+            if turn is not None:
+                turn.hold(known)
             return tokenized
 
         manager = SimpleNamespace(rid_to_state={"r": None})
@@ -89,6 +93,7 @@ class Engine:
         output: Any,
         look: Callable[[Any, Any], None],
         private: bool = False,
+        known: Sequence[Any] = (),
     ) -> None:
         """`look` at what was received and at what the scheduler goes on with, while the hold lasts."""
 
@@ -96,7 +101,7 @@ class Engine:
             mine: list[holding.Claim] = []
             token = holding.scope.set(mine)
             try:
-                received = await self.put(output, private)
+                received = await self.put(output, private, known)
                 inputs = self.take(received)
                 look(received, inputs)
                 if inputs is not None:
@@ -239,6 +244,28 @@ def test_an_item_without_identity_gets_the_digests(engine: Engine) -> None:
             assert item.identity == digest and len(item.pad_values) == 4
 
     engine.serve(engine.output(engine.item(feature)), look)
+
+
+def test_an_item_that_was_known_before_it_was_made_gets_its_keys(engine: Engine) -> None:
+    """Its feature was a reference when the processor put it out."""
+    key, feature = mmbroker.Key.derived(b"k" * 32), torch.arange(5.0)
+    hashes: list[int] = []
+
+    def look(received: Any, inputs: Any) -> None:
+        assert same(inputs.mm_items[0].feature, feature)
+        hashes.append(inputs.mm_items[0].hash)
+
+    for grid in (None, torch.tensor([[1, 5]])):
+        for own in (None, 77):
+            held = engine.producer.asking.client.put(feature, key=key, to="an-engine")
+            fields = {} if grid is None else {"model_specific_data": {"image_grid_thw": grid}}
+            item = engine.item(held.ref.to_wire(), **fields)
+            if own is not None:
+                item.set_hash(own)
+            engine.serve(engine.output(item), look, known=[held])
+    assert hashes[0] == int.from_bytes(key.value[:8], "big")
+    assert hashes[2] not in (hashes[0], 77), "laid out otherwise"
+    assert hashes[1] == hashes[3] == 77
 
 
 def test_an_item_with_an_identity_keeps_it(engine: Engine, counted: Callable[[str], int]) -> None:
