@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlparse
 
@@ -112,11 +113,13 @@ class Undecoded:
     def combine(self, original: Combine, base: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """AROUND `BaseMultimodalProcessor.process_and_combine_mm_data`. In any thread."""
         found = [picture.shaped for picture in base.images if isinstance(picture, Picture)]
-        if not found:
-            return original(self._processor, base, *args, **options)
         twin = copy.copy(options.get("processor") or self._processor._processor)
-        twin.image_processor = _Sizes(twin.image_processor, found)
+        twin._check_special_mm_tokens = partial(_check, twin)
+        if found:
+            twin.image_processor = _Sizes(twin.image_processor, found)
         items, ids, output = original(self._processor, base, *args, **{**options, "processor": twin})
+        if not found:
+            return items, ids, output
         for item, shaped in zip(items, found, strict=True):
             item.feature = shaped.feature
             item.model_specific_data = dict(shaped.data)
@@ -179,6 +182,19 @@ def _pictures_only(options: Mapping[str, Any]) -> bool:
 def _size(image: Any) -> tuple[int | None, int | None]:
     """Width and height of what is decoded, if SGLang itself could say; it cannot of tensors, which a GPU decodes."""
     return (image.width, image.height) if isinstance(image, Image.Image) else (None, None)
+
+
+def _check(processor: Any, text: Sequence[str], inputs: Mapping[str, Any], modalities: Sequence[str]) -> None:
+    """What transformers checks of a prompt's tokens, in 17 ms for eight pictures of 640x480: it counts them in Python.
+    If something is wrong, it says so itself."""
+    ids = inputs["input_ids"]
+    for modality in modalities:
+        number = getattr(processor, f"{modality}_token_id", None)
+        word = getattr(processor, f"{modality}_token", None)
+        if number is None or word is None:
+            continue
+        if [int((row == number).sum()) for row in ids] != [sample.count(word) for sample in text]:
+            type(processor)._check_special_mm_tokens(processor, text, inputs, modalities)
 
 
 class _Sizes:
