@@ -37,8 +37,10 @@ OUTBOX_BYTES: Final = 64 << 20
 _PER_PASS: Final = 256
 #: Longer messages are cut off by ZeroMQ, with their connection; up to here the sender gets an error.
 _CUT_OFF: Final = 4 * MAX_MESSAGE
-#: How long dismissals wait for a grant to travel with, in seconds; and how many holds do at most.
+#: How long dismissals wait for a grant to travel with, and for each other, in seconds: while nobody, and while somebody
+#: waits for what they free; and how many holds do at most.
 _COMPANY: Final = 0.02
+_HURRY: Final = 0.001
 _DISMISSALS: Final = 1000
 #: A session that had no room is tried again after so long, in seconds: from the first to the second, doubling.
 _RETRY: Final = (0.002, 0.1)
@@ -53,7 +55,7 @@ class Office(Protocol):
         """Must messages to this session wait, because descriptors do?"""
 
     def pressed(self) -> bool:
-        """Is somebody waiting for room, so that what ends must end at once?"""
+        """Is somebody waiting for room, so that what ends must end soon?"""
 
     def lost(self, session: int, error: BrokerError | None) -> None:
         """Messages to this session can no longer be delivered: end it."""
@@ -208,16 +210,24 @@ class Control:
         """Dismissals can wait a little for a grant to travel with: each message wakes a thread of the client that takes
         turns with its scheduler."""
         line.dismissed += holds
-        if len(line.dismissed) > _DISMISSALS or self._office.pressed():
+        if len(line.dismissed) > _DISMISSALS:
             self._tell_dismissed(line)
-        elif self._dismissing is None:
-            self._dismissing = self._loop.call_later(_COMPANY, self._dismiss_all)
+        else:
+            self._tell_within(_HURRY if self._office.pressed() else _COMPANY)
 
     def hurry(self) -> None:
-        """Somebody waits for room: what is over must end now."""
+        """Somebody waits for room: what is over must end soon. Not each by itself: at a change of many requests a rank
+        would be busy with nothing but the words, and whoever waits for its acknowledgements would wait longer."""
         if self._dismissing is not None:
+            self._tell_within(_HURRY)
+
+    def _tell_within(self, seconds: float) -> None:
+        due = self._loop.time() + seconds
+        if self._dismissing is not None:
+            if self._dismissing.when() <= due:
+                return
             self._dismissing.cancel()
-            self._dismiss_all()
+        self._dismissing = self._loop.call_at(due, self._dismiss_all)
 
     def _dismiss_all(self) -> None:
         self._dismissing = None

@@ -14,7 +14,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -33,6 +33,7 @@ from mmbroker.proto.messages import (
     Answer,
     Broken,
     Dismissed,
+    Downlink,
     Fresh,
     Grant,
     Granted,
@@ -380,11 +381,10 @@ class Receiver(ABC):
         more = True
         while more:
             batch, more = connection.receive()
-            for data in batch:
-                self._dispatch(connection, data)
+            for message in _joined(map(messages.decode_downlink, batch)):
+                self._dispatch(connection, message)
 
-    def _dispatch(self, connection: Connection, data: bytes) -> None:
-        message = messages.decode_downlink(data)
+    def _dispatch(self, connection: Connection, message: Downlink) -> None:
         if isinstance(message, Answer):
             self._answer(connection, message)
         elif isinstance(message, Granted):
@@ -402,6 +402,22 @@ class Receiver(ABC):
             self.on_sought(message.wanted)
         elif isinstance(message, Fresh):
             self.on_fresh(message.features)
+
+
+def _joined(arrived: Iterable[Downlink]) -> Iterator[Downlink]:
+    """Messages in their order, with dismissals that follow each other as one: each is a look at all that is over, and
+    several waits for the interpreter's lock, which a scheduler that has nothing to do is slow to give."""
+    holds: list[int] = []
+    for message in arrived:
+        if isinstance(message, Dismissed):
+            holds += message.holds
+            continue
+        if holds:
+            yield Dismissed(holds)
+            holds = []
+        yield message
+    if holds:
+        yield Dismissed(holds)
 
 
 def _ignore(*_: object) -> None:

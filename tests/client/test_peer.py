@@ -13,6 +13,7 @@ import torch
 import zmq
 
 import mmbroker
+from mmbroker import receiver
 from mmbroker.link import Link
 from mmbroker.proto import messages as m
 from mmbroker.proto.errors import (
@@ -303,7 +304,7 @@ def test_a_segment_that_retires_before_its_descriptor_is_read(
 
     def retire() -> None:
         it.segment(1, 4096, writable=False)
-        link._dispatch(link._connection, m.encode(m.Retired([1])))
+        link._dispatch(link._connection, m.Retired([1]))
         assert not link._connection._segments
         assert not link.fresh_segments()
 
@@ -459,3 +460,23 @@ def test_closing_while_the_broker_is_gone(client: Callable[[Handler], tuple[Peer
     mine.close()
     with pytest.raises(BrokerUnavailable):
         mine.lookup("k")
+
+
+def test_dismissals_that_come_together_are_handled_together() -> None:
+    """And where they came: what was said before them is heard before them, and what was said after them after."""
+    said = [
+        *(
+            m.Dismissed([1]),
+            m.Dismissed([2, 3]),
+            m.Broken([4]),
+            m.Dismissed([6]),
+            m.Broken([7]),
+            m.Broken([8]),
+        ),
+        *(m.Dismissed([9]), m.Dismissed([10])),
+    ]
+    assert list(receiver._joined(said)) == [
+        *(m.Dismissed([1, 2, 3]), m.Broken([4]), m.Dismissed([6]), m.Broken([7]), m.Broken([8])),
+        m.Dismissed([9, 10]),
+    ]
+    assert list(receiver._joined([])) == []

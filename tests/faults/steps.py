@@ -309,8 +309,7 @@ def install_client() -> None:
         kind, asked.kind = getattr(asked, "kind", None), None
         return kind and f"{kind}.sent"
 
-    def came(_link: Any, _connection: Any, data: bytes) -> str:
-        message = m.decode_downlink(data)
+    def came(_link: Any, _connection: Any, message: Any) -> str:
         return _kind(message.body if isinstance(message, m.Answer) else message)
 
     def half(source: Any, slot: memoryview) -> None:
