@@ -99,14 +99,20 @@ class ByBytes:
         with _settings(server) as (wrapped, config, args):
             self.processor = QwenVLImageProcessor(config, args, wrapped, "default", skip_mm_pool=True)
             self.finder = _there(undecoded.enable(self.processor, args, asking), server)
-        load, combine = type(self.processor).load_mm_data, type(self.processor).process_and_combine_mm_data
-        self.hooked = copy.copy(self.processor)
-        self.hooked.load_mm_data = lambda **options: self.finder.load(load, options)
-        self.hooked.process_and_combine_mm_data = lambda base, *args, **options: self.finder.combine(
+        kind, find = type(self.processor), self.finder
+        load, begin = kind.load_mm_data, kind.process_and_combine_mm_data_async
+        combine = kind.process_and_combine_mm_data
+        self.hooked = self.finder._processor = copy.copy(self.processor)
+        self.hooked.load_mm_data = lambda **options: find.load(load, options)
+        self.hooked.process_and_combine_mm_data_async = lambda base, *args, **options: find.begin_combining(
+            begin, base, args, options
+        )
+        self.hooked.process_and_combine_mm_data = lambda base, *args, **options: find.combine(
             combine, base, args, options
         )
 
     def close(self) -> None:
+        self.finder.close()
         self.processor.io_executor.shutdown()
         self.processor.cpu_executor.shutdown()
 

@@ -30,9 +30,14 @@ def resolve(original: Original, args: Any, *rest: Any) -> Any:
         why = flags.stands_aside(args)
         if why is not None:
             flags.stand_aside(why)
-        elif args.mm_feature_transport is None:
-            # Otherwise some models choose a transport on their own that hides the features from the plugin.
-            args.mm_feature_transport = "cpu"
+        else:
+            if args.mm_feature_transport is None:
+                # Otherwise some models choose a transport on their own that hides the features from the plugin.
+                args.mm_feature_transport = "cpu"
+            # A scheduler that spins while there is nothing to do lets go of the interpreter's lock for a moment only,
+            # many times a millisecond. A thread that sleeps for the lock wakes too late each time: the receiver would
+            # be starved by a scheduler that waits for what the receiver has to acknowledge.
+            args.sleep_on_idle = True
         if why is None and settings.read().share_outputs:
             from . import identity
 
@@ -155,6 +160,16 @@ async def load_media(original: Original, processor: Any, /, *args: Any, **option
     if producer is None or producer.finder is None or args:
         return await original(processor, *args, **options)
     return await producer.finder.load(original, options)
+
+
+async def begin_combining(
+    original: Original, processor: Any, /, base: Any, *args: Any, **options: Any
+) -> Any:
+    """AROUND the coroutine `BaseMultimodalProcessor.process_and_combine_mm_data_async`."""
+    producer = getattr(processor, _OURS, None)
+    if producer is None or producer.finder is None:
+        return await original(processor, base, *args, **options)
+    return await producer.finder.begin_combining(original, base, args, options)
 
 
 def combine_media(original: Original, processor: Any, base: Any, /, *args: Any, **options: Any) -> Any:

@@ -131,6 +131,7 @@ VERSIONS: Final = {
             (_TOKENIZER, "TokenizerManager._handle_abort_req"): hooks.hear_abort,
             (_SCHEDULER, "Scheduler._add_request_to_queue"): hooks.add_to_queue,
             (_PROCESSOR, "BaseMultimodalProcessor.load_mm_data"): hooks.load_media,
+            (_PROCESSOR, "BaseMultimodalProcessor.process_and_combine_mm_data_async"): hooks.begin_combining,
             (_PROCESSOR, "BaseMultimodalProcessor.process_and_combine_mm_data"): hooks.combine_media,
         },
         names=(
@@ -139,7 +140,6 @@ VERSIONS: Final = {
             (_BATCH, "FINISH_ABORT"),
             (_COMMONS, "get_image_bytes"),
             (_COMMONS, "ImageData"),
-            (_PROCESSOR, "BaseMultimodalProcessor.process_and_combine_mm_data_async"),
         ),
         fail=hooks.fail_by_abort,
         identify=_identify_narrow,

@@ -88,6 +88,7 @@ class Undecoded:
         self._processor = processor
         self._mark = mark
         self._known = Known(Shaped, asking)
+        self._quick: Any = None  # as SGLang's executor: a thread, and a processor of transformers for it
 
     async def load(self, original: Load, options: Mapping[str, Any]) -> Any:
         """AROUND the coroutine `BaseMultimodalProcessor.load_mm_data`. In the event loop's thread."""
@@ -110,6 +111,16 @@ class Undecoded:
             return await original(self._processor, **options)
         return await original(self._processor, **{**options, "image_data": [Picture(one) for one in found]})
 
+    async def begin_combining(self, original: Load, base: Any, args: Sequence[Any], options: Any) -> Any:
+        """AROUND the coroutine `BaseMultimodalProcessor.process_and_combine_mm_data_async`: what is there already does
+        not stand in line for SGLang's threads, behind what others have to be made."""
+        executor = self._processor.mm_processor_executor
+        if executor is None or not base.images or not all(isinstance(one, Picture) for one in base.images):
+            return await original(self._processor, base, *args, **options)
+        if self._quick is None:
+            self._quick = type(executor)(self._processor._processor, 1)
+        return await self._quick.run(self._processor.process_and_combine_mm_data, base, *args, **options)
+
     def combine(self, original: Combine, base: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """AROUND `BaseMultimodalProcessor.process_and_combine_mm_data`. In any thread."""
         found = [picture.shaped for picture in base.images if isinstance(picture, Picture)]
@@ -124,6 +135,11 @@ class Undecoded:
             item.feature = shaped.feature
             item.model_specific_data = dict(shaped.data)
         return items, ids, output
+
+    def close(self) -> None:
+        """End the thread, if there is one."""
+        if self._quick is not None:
+            self._quick.shutdown()
 
     async def _read(self, media: Sequence[Any]) -> list[_Read]:
         """The bytes of each, fetched once."""

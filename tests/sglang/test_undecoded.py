@@ -162,6 +162,7 @@ def test_processors_of_other_threads_are_used_as_sglang_does(bench: Bench) -> No
             await asyncio.gather(*(bench.ask(url(n), url(n + 1, (140, 56))) for n in range(6)))
 
     asyncio.run(run())
+    assert bench.engine.finder._quick is not None, "what was known had a thread of its own"
     executor.shutdown()
     assert type(own.image_processor).__module__.startswith("transformers."), "and nothing of ours stays there"
     bench.at_rest()
