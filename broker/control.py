@@ -92,7 +92,8 @@ class Control:
         self._by_routing: dict[bytes, _Line] = {}
         self._retry_timer: asyncio.TimerHandle | None = None
         self._retry_delay = _RETRY[0]
-        self._dismissing: asyncio.TimerHandle | None = None
+        self._dismissing: asyncio.Handle | None = None  # uvloop's need not know when it is due
+        self._dismissing_due = 0.0
         self._looking = False  # the socket is being looked at, or will be
         self.received = self.sent = 0  # messages
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -224,10 +225,10 @@ class Control:
     def _tell_within(self, seconds: float) -> None:
         due = self._loop.time() + seconds
         if self._dismissing is not None:
-            if self._dismissing.when() <= due:
+            if self._dismissing_due <= due:
                 return
             self._dismissing.cancel()
-        self._dismissing = self._loop.call_at(due, self._dismiss_all)
+        self._dismissing, self._dismissing_due = self._loop.call_later(seconds, self._dismiss_all), due
 
     def _dismiss_all(self) -> None:
         self._dismissing = None

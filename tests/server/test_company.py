@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -152,6 +153,35 @@ def test_they_do_not_wait_long_while_somebody_waits_for_room(
             rank.cast(m.Settle(told))
         producer.cast(m.Drop([big]))
         rank.cast(m.Settle(rank.notice(m.Dismissed).holds))
+        assert isinstance(producer.answer(waiting), m.Created)
+
+
+def test_holds_that_end_in_one_go_while_somebody_waits_for_room(
+    start_broker: Callable[..., BrokerProcess],
+) -> None:
+    """However short the time is that they wait for each other: it may round to none."""
+    hurried = PATIENT.replace("_HURRY = 0.25", "_HURRY = 0.0")
+    broker = start_broker(host_mib=8, segment_mib=8, prefix=[sys.executable, "-c", hurried])
+    with RawClient(broker.directory) as rank, RawClient(broker.directory) as producer:
+        assert rank.call(m.Attach("e", 0, 1)) == m.Attached(True)
+        put(producer, b"big", 6 * MIB)
+        put(producer, b"small")
+        big = hold(producer, rank, b"big")
+        waiting = producer.post(m.Create([an_item(6 * MIB)]), timeout=60.0)
+        eventually(lambda: broker.status()["waiting"], "a waiting create")
+        small = [hold(producer, rank, b"small") for _ in range(20)]
+        broker.process.send_signal(signal.SIGSTOP)
+        try:
+            for number in small:
+                producer.cast(m.Drop([number]))
+        finally:
+            broker.process.send_signal(signal.SIGCONT)
+        told: list[int] = []
+        while len(told) < len(small):
+            told += rank.notice(m.Dismissed).holds
+        assert told == small
+        producer.cast(m.Drop([big]))
+        rank.cast(m.Settle([*told, *rank.notice(m.Dismissed).holds]))
         assert isinstance(producer.answer(waiting), m.Created)
 
 
