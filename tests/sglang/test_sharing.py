@@ -114,6 +114,22 @@ def test_a_picture_a_hundred_times_through_two_servers_is_made_once(pair: Pair) 
     pair.at_rest()
 
 
+def test_an_encoder_runs_once_for_both(pair: Pair) -> None:
+    """A hundred times, the first of which was answered before the others came."""
+    picture, (one, two), before = kit.url(pictures.generated(700, 140, 112)), pair.scenes, pair.made()
+    encoded, published = (pair.total(name, "scheduler") for name in ("encoded", "outputs_published"))
+    first = say(one.engine, picture)
+    eventually(
+        lambda: pair.total("outputs_published", "scheduler") == published + 1, "what was made is published"
+    )
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda n: say((one, two)[n % 2].engine, picture), range(99)))
+    assert set(texts) == {first}
+    assert pair.total("encoded", "scheduler") == encoded + 1
+    assert [now - then for now, then in zip(pair.made(), before, strict=True)] == [1, 1]
+    pair.at_rest()
+
+
 def test_requests_with_several_pictures_share_each_of_them(pair: Pair) -> None:
     """All at once, each with two of six pictures in any order: some are there, some are being made, some are not."""
     chosen = kit.album()[2:6] + [kit.url(pictures.generated(500 + n, 112, 84)) for n in range(2)]
