@@ -34,15 +34,24 @@ def resolve(original: Original, args: Any, *rest: Any) -> Any:
             if args.mm_feature_transport is None:
                 # Otherwise some models choose a transport on their own that hides the features from the plugin.
                 args.mm_feature_transport = "cpu"
-            # A scheduler that spins while there is nothing to do lets go of the interpreter's lock for a moment only,
-            # many times a millisecond. A thread that sleeps for the lock wakes too late each time: the receiver would
-            # be starved by a scheduler that waits for what the receiver has to acknowledge.
-            args.sleep_on_idle = True
+            if _idles_alone(args):
+                # A scheduler that spins while there is nothing to do lets go of the interpreter's lock for a moment
+                # only, many times a millisecond. A thread that sleeps for the lock wakes too late each time: the
+                # receiver would be starved by a scheduler that waits for what the receiver has to acknowledge.
+                args.sleep_on_idle = True
         if why is None and settings.read().share_outputs:
             from . import identity
 
             identity.note_weights(args)
     return original(args, *rest)
+
+
+def _idles_alone(args: Any) -> bool:
+    """Does everything that ends a scheduler's rest come by the sockets on which it would sleep? With attention's data
+    parallelism and in pipelines other ranks wait for its turns, and disaggregated ones have transfers to look after."""
+    mode = getattr(args, "disaggregation_mode", None) or "null"
+    ranks = [getattr(args, name, 1) or 1 for name in ("pp_size", "attn_dp_size")]
+    return mode == "null" and max(ranks) == 1 and not getattr(args, "enable_dp_attention", False)
 
 
 def run_workers(original: Original, app: Any, *args: Any, **kwargs: Any) -> Any:

@@ -120,3 +120,26 @@ def test_features_cannot_be_kept_on_the_gpu_and_made_on_the_cpu() -> None:
     with pytest.raises(ValueError, match="cuda_ipc is for features that are made on the GPU"):
         flags.stands_aside(SimpleNamespace(mm_feature_transport="cuda_ipc"))
     assert flags.stands_aside(SimpleNamespace(mm_feature_transport="cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "sleeps"),
+    [
+        ({}, True),
+        ({"tp_size": 2, "dp_size": 2}, True),
+        ({"pp_size": 2}, False),
+        ({"attn_dp_size": 2}, False),
+        ({"enable_dp_attention": True}, False),
+        ({"disaggregation_mode": "decode"}, False),
+        ({"use_ray": True}, False),
+    ],
+)
+def test_an_idle_scheduler_sleeps_if_nobody_waits_for_its_turns(fields: dict[str, Any], sleeps: bool) -> None:
+    """And if features go through a broker at all."""
+    plain = {"mm_feature_transport": None, "pp_size": 1, "disaggregation_mode": "null", "model_path": "none"}
+    for transport in ("broker", "sglang"):
+        os.environ[settings.TRANSPORT] = transport
+        args = SimpleNamespace(**{**plain, "sleep_on_idle": False, **fields})
+        hooks.resolve(lambda args: None, args)
+        assert args.sleep_on_idle is (sleeps and transport == "broker")
+        os.environ.pop(settings.TRANSPORT, None)
