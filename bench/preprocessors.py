@@ -93,26 +93,32 @@ class ByArtifacts:
 class ByBytes:
     """Where it has none: all that its processor puts out for a request with this picture."""
 
-    def __init__(self, server: Server, asking: Asking) -> None:
+    def __init__(self, server: Server, asking: Asking, threads: int = 0) -> None:
+        """`threads`: of SGLang's for preprocessing; 0: it is done in the event loop's."""
+        from sglang.srt.multimodal.processors.executor import MultimodalProcessorExecutor
         from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
         with _settings(server) as (wrapped, config, args):
             self.processor = QwenVLImageProcessor(config, args, wrapped, "default", skip_mm_pool=True)
+            if threads:
+                self.processor.mm_processor_executor = MultimodalProcessorExecutor(wrapped, threads)
             self.finder = _there(undecoded.enable(self.processor, args, asking), server)
         kind, find = type(self.processor), self.finder
         load, begin = kind.load_mm_data, kind.process_and_combine_mm_data_async
         combine = kind.process_and_combine_mm_data
         self.hooked = self.finder._processor = copy.copy(self.processor)
         self.hooked.load_mm_data = lambda **options: find.load(load, options)
-        self.hooked.process_and_combine_mm_data_async = lambda base, *args, **options: find.begin_combining(
-            begin, base, args, options
+        self.hooked.process_and_combine_mm_data_async = lambda *args, **options: find.begin_combining(
+            begin, args, options
         )
-        self.hooked.process_and_combine_mm_data = lambda base, *args, **options: find.combine(
-            combine, base, args, options
+        self.hooked.process_and_combine_mm_data = lambda *args, **options: find.combine(
+            combine, args, options
         )
 
     def close(self) -> None:
         self.finder.close()
+        if self.processor.mm_processor_executor is not None:
+            self.processor.mm_processor_executor.shutdown()
         self.processor.io_executor.shutdown()
         self.processor.cpu_executor.shutdown()
 
@@ -132,7 +138,7 @@ class ByBytes:
         return Output(item.feature, {**item.model_specific_data, **positions}, said)
 
     async def key(self, media: Any) -> bytes:
-        (read,) = await self.finder._read([media])
+        (read,), _ = await self.finder._read([media])
         return _value(read.key)
 
 

@@ -67,9 +67,11 @@ class Asking:
                 if waiting.done():
                     return waiting.result()
                 if not await self._ask():
+                    waiting.add_done_callback(_forget)
                     done.add_done_callback(partial(_undo, undo))
                     return None
         except asyncio.CancelledError:
+            waiting.add_done_callback(_forget)
             if not done.cancel():
                 done.add_done_callback(partial(_undo, undo))
             raise
@@ -93,6 +95,12 @@ def _try(client: mmbroker.Client) -> bool:
     except BrokerError:
         return False
     return True
+
+
+def _forget(waiting: asyncio.Future[Any]) -> None:
+    """Nobody waits for it any more: if it fails, asyncio need not complain that nobody heard of it."""
+    if not waiting.cancelled():
+        waiting.exception()
 
 
 def _undo(undo: Callable[[Any], object], done: Future[Any]) -> None:

@@ -48,10 +48,12 @@ def resolve(original: Original, args: Any, *rest: Any) -> Any:
 
 def _idles_alone(args: Any) -> bool:
     """Does everything that ends a scheduler's rest come by the sockets on which it would sleep? With attention's data
-    parallelism and in pipelines other ranks wait for its turns, and disaggregated ones have transfers to look after."""
+    parallelism and in pipelines other ranks wait for its turns, and disaggregated ones have transfers to look after, as
+    have those whose encoders are elsewhere."""
     mode = getattr(args, "disaggregation_mode", None) or "null"
     ranks = [getattr(args, name, 1) or 1 for name in ("pp_size", "attn_dp_size")]
-    return mode == "null" and max(ranks) == 1 and not getattr(args, "enable_dp_attention", False)
+    apart = any(getattr(args, name, False) for name in ("enable_dp_attention", "language_only"))
+    return mode == "null" and max(ranks) == 1 and not apart
 
 
 def run_workers(original: Original, app: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,22 +173,20 @@ async def load_media(original: Original, processor: Any, /, *args: Any, **option
     return await producer.finder.load(original, options)
 
 
-async def begin_combining(
-    original: Original, processor: Any, /, base: Any, *args: Any, **options: Any
-) -> Any:
+async def begin_combining(original: Original, processor: Any, /, *args: Any, **options: Any) -> Any:
     """AROUND the coroutine `BaseMultimodalProcessor.process_and_combine_mm_data_async`."""
     producer = getattr(processor, _OURS, None)
-    if producer is None or producer.finder is None:
-        return await original(processor, base, *args, **options)
-    return await producer.finder.begin_combining(original, base, args, options)
+    if producer is None or producer.finder is None or not args:
+        return await original(processor, *args, **options)
+    return await producer.finder.begin_combining(original, args, options)
 
 
-def combine_media(original: Original, processor: Any, base: Any, /, *args: Any, **options: Any) -> Any:
+def combine_media(original: Original, processor: Any, /, *args: Any, **options: Any) -> Any:
     """AROUND `BaseMultimodalProcessor.process_and_combine_mm_data`, whose own `processor` is one of transformers."""
     producer = getattr(processor, _OURS, None)
-    if producer is None or producer.finder is None:
-        return original(processor, base, *args, **options)
-    return producer.finder.combine(original, base, args, options)
+    if producer is None or producer.finder is None or not args:
+        return original(processor, *args, **options)
+    return producer.finder.combine(original, args, options)
 
 
 def wrap_for_ipc(original: Original, processor: Any, tensor: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -36,6 +37,8 @@ Named = Callable[[int], Mapping[str, Any]]
 
 #: How often a request asks again because parts of it were there, or were being made, and parts were not.
 _ROUNDS: Final = 4
+#: How long nothing is looked for after something was made that a broker cannot carry, in seconds.
+_BARRED: Final = 60.0
 
 
 def mark_of(
@@ -70,9 +73,12 @@ class Known:
         self._kind = kind
         self._own = own | {"feature"}
         self._asking = asking
+        self._barred = 0.0  # until when nothing is looked for
 
     async def there(self) -> bool:
-        """Is there a broker that answers?"""
+        """Is there a broker that answers, and could it carry what was made lately?"""
+        if time.monotonic() < self._barred:
+            return False
         return self._asking.connected and await self._asking.answers()
 
     async def find(
@@ -163,6 +169,9 @@ class Known:
         if not all(packing.portable(feature) for feature in features) or any(
             extra is None for extra in extras
         ):
+            # Whoever waits for one of these would make it after us, one after the other, and in vain.
+            self._barred = time.monotonic() + _BARRED
+            measure.counters.add("derived_failed")
             return None
 
         def put() -> list[Any]:

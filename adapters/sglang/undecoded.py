@@ -14,6 +14,7 @@ import asyncio
 import copy
 import dataclasses
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -88,15 +89,25 @@ class Undecoded:
         self._processor = processor
         self._mark = mark
         self._known = Known(Shaped, asking)
-        self._quick: Any = None  # as SGLang's executor: a thread, and a processor of transformers for it
+        executor = processor.mm_processor_executor
+        # As SGLang's: a thread, and a copy of transformers' processor for it, which takes the better part of a second.
+        self._quick = None if executor is None else type(executor)(processor._processor, 1)
 
     async def load(self, original: Load, options: Mapping[str, Any]) -> Any:
         """AROUND the coroutine `BaseMultimodalProcessor.load_mm_data`. In the event loop's thread."""
         turn, media = holding.turn.get(), options.get("image_data") or ()
         if turn is None or not turn.derived or not _pictures_only(options) or not await self._known.there():
             return await original(self._processor, **options)
+        if not self._as_many(options):  # then SGLang does not read all of them
+            return await original(self._processor, **options)
         try:
-            read = await self._read(media)
+            read, error = await self._read(media)
+            if error is not None:
+                options = {
+                    **options,
+                    "image_data": [one.media for one in read],
+                }  # which need not be fetched again
+                raise error
             if all(one.key is None for one in read):
                 return await original(self._processor, **options)
 
@@ -111,24 +122,22 @@ class Undecoded:
             return await original(self._processor, **options)
         return await original(self._processor, **{**options, "image_data": [Picture(one) for one in found]})
 
-    async def begin_combining(self, original: Load, base: Any, args: Sequence[Any], options: Any) -> Any:
+    async def begin_combining(self, original: Load, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """AROUND the coroutine `BaseMultimodalProcessor.process_and_combine_mm_data_async`: what is there already does
         not stand in line for SGLang's threads, behind what others have to be made."""
-        executor = self._processor.mm_processor_executor
-        if executor is None or not base.images or not all(isinstance(one, Picture) for one in base.images):
-            return await original(self._processor, base, *args, **options)
-        if self._quick is None:
-            self._quick = type(executor)(self._processor._processor, 1)
-        return await self._quick.run(self._processor.process_and_combine_mm_data, base, *args, **options)
+        images = args[0].images
+        if self._quick is None or not images or not all(isinstance(one, Picture) for one in images):
+            return await original(self._processor, *args, **options)
+        return await self._quick.run(self._processor.process_and_combine_mm_data, *args, **options)
 
-    def combine(self, original: Combine, base: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    def combine(self, original: Combine, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """AROUND `BaseMultimodalProcessor.process_and_combine_mm_data`. In any thread."""
-        found = [picture.shaped for picture in base.images if isinstance(picture, Picture)]
+        found = [picture.shaped for picture in args[0].images if isinstance(picture, Picture)]
         twin = copy.copy(options.get("processor") or self._processor._processor)
         twin._check_special_mm_tokens = partial(_check, twin)
         if found:
             twin.image_processor = _Sizes(twin.image_processor, found)
-        items, ids, output = original(self._processor, base, *args, **{**options, "processor": twin})
+        items, ids, output = original(self._processor, *args, **{**options, "processor": twin})
         if not found:
             return items, ids, output
         for item, shaped in zip(items, found, strict=True):
@@ -141,13 +150,25 @@ class Undecoded:
         if self._quick is not None:
             self._quick.shutdown()
 
-    async def _read(self, media: Sequence[Any]) -> list[_Read]:
-        """The bytes of each, fetched once."""
+    def _as_many(self, options: Mapping[str, Any]) -> bool:
+        """Has the prompt as many places for pictures as there are pictures?"""
+        prompt, tokens = options["prompt"], options["multimodal_tokens"]
+        text = prompt if isinstance(prompt, str) else self._processor._tokenizer.decode(prompt)
+        parts = re.split(tokens.get_combined_regex(), text)
+        kinds = [kind.name for part in parts if (kind := tokens.get_modality_of_token(part)) is not None]
+        return kinds == ["IMAGE"] * len(options["image_data"])
+
+    async def _read(self, media: Sequence[Any]) -> tuple[list[_Read], BaseException | None]:
+        """The bytes of each, fetched once; and why some could not be had, if so, which are as they were."""
         pool = self._processor.io_executor
-        return [
-            await reading
-            for reading in [asyncio.wrap_future(pool.submit(_read, self._mark, source)) for source in media]
+        reading = [asyncio.wrap_future(pool.submit(_read, self._mark, source)) for source in media]
+        found = await asyncio.gather(*reading, return_exceptions=True)
+        errors = [one for one in found if isinstance(one, BaseException)]
+        read = [
+            _Read(source, None) if isinstance(one, BaseException) else one
+            for source, one in zip(media, found, strict=True)
         ]
+        return read, errors[0] if errors else None
 
     async def _make(self, load: Load, media: list[Any], options: Mapping[str, Any]) -> list[Shaped]:
         """What SGLang makes of these, in its own two steps."""

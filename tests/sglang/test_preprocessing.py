@@ -130,6 +130,7 @@ def test_features_cannot_be_kept_on_the_gpu_and_made_on_the_cpu() -> None:
         ({"pp_size": 2}, False),
         ({"attn_dp_size": 2}, False),
         ({"enable_dp_attention": True}, False),
+        ({"language_only": True}, False),
         ({"disaggregation_mode": "decode"}, False),
         ({"use_ray": True}, False),
     ],

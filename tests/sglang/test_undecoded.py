@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import io
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmbroker.adapters.sglang import holding, undecoded
+from mmbroker.adapters.sglang import holding, hooks, known, undecoded
 from mmbroker.demo import pictures
 from mmbroker.proto import errors
 from mmbroker.proto.reference import is_reference
@@ -47,9 +49,9 @@ PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 class Bench:
     """A processor with derived keys and without, and a rank that takes what the first one puts."""
 
-    def __init__(self, broker: BrokerProcess, asking: Any, table: Any) -> None:
+    def __init__(self, broker: BrokerProcess, asking: Any, table: Any, threads: int = 0) -> None:
         self.broker, self.asking, self.table = broker, asking, table
-        self.engine = ByBytes(alike.servers()[0], asking)
+        self.engine = ByBytes(alike.servers()[0], asking, threads)
         self.processor = self.engine.processor
 
     async def ask(self, *media: Any, prompt: Any = None, wait: float = 10.0, **others: Any) -> list[bool]:
@@ -150,22 +152,45 @@ def test_two_requests_at_once_make_a_picture_once(bench: Bench) -> None:
     bench.at_rest()
 
 
-def test_processors_of_other_threads_are_used_as_sglang_does(bench: Bench) -> None:
-    from sglang.srt.multimodal.processors.executor import MultimodalProcessorExecutor
+def test_processors_of_other_threads_are_used_as_sglang_does(broker: BrokerProcess) -> None:
+    with reuse.joined(str(broker.directory)) as (asking, table):
+        bench = Bench(broker, asking, table, threads=2)
 
-    own = bench.processor._processor
-    executor = MultimodalProcessorExecutor(own, 2)
-    bench.processor.mm_processor_executor = bench.engine.hooked.mm_processor_executor = executor
+        async def run() -> None:
+            for _ in range(2):
+                await asyncio.gather(*(bench.ask(url(n), url(n + 1, (140, 56))) for n in range(6)))
 
-    async def run() -> None:
-        for _ in range(2):
-            await asyncio.gather(*(bench.ask(url(n), url(n + 1, (140, 56))) for n in range(6)))
+        asyncio.run(run())
+        own = bench.processor._processor.image_processor
+        assert type(own).__module__.startswith("transformers."), "and nothing of ours stays there"
+        bench.at_rest()
+        bench.engine.close()
 
-    asyncio.run(run())
-    assert bench.engine.finder._quick is not None, "what was known had a thread of its own"
-    executor.shutdown()
-    assert type(own.image_processor).__module__.startswith("transformers."), "and nothing of ours stays there"
-    bench.at_rest()
+
+def test_known_pictures_do_not_stand_in_line_behind_those_to_be_made(broker: BrokerProcess) -> None:
+    """SGLang's only thread for preprocessing is busy until the known one has come."""
+    with reuse.joined(str(broker.directory)) as (asking, table):
+        bench = Bench(broker, asking, table, threads=1)
+        come, busy = threading.Event(), threading.Event()
+
+        def stay(processor: Any) -> None:
+            busy.set()
+            assert come.wait(30)
+
+        async def run() -> None:
+            assert await bench.ask(url(1)) == [True]
+            waiting = asyncio.create_task(bench.processor.mm_processor_executor.run(stay))
+            await asyncio.to_thread(busy.wait, 30)
+            request = SimpleNamespace(video_data=None, audio_data=None, rid="one")
+            with holding.Turn(None, 10.0, True):
+                made = await bench.engine.hooked.process_mm_data_async([url(1)], PICTURE, request)
+            assert is_reference(made.mm_items[0].feature)
+            come.set()
+            await waiting
+
+        asyncio.run(run())
+        bench.at_rest()
+        bench.engine.close()
 
 
 class Site(BaseHTTPRequestHandler):
@@ -277,6 +302,71 @@ def test_what_sglang_refuses_it_refuses_in_its_own_words(bench: Bench, media: li
     bench.at_rest()
 
 
+def test_what_sglang_would_not_read_is_not_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More pictures than places; and those that are there are fetched once, if others cannot be had."""
+    monkeypatch.setattr(Site, "asked", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Site) as site:
+        Thread(target=site.serve_forever).start()
+        web = f"http://127.0.0.1:{site.server_address[1]}"
+        try:
+            request = SimpleNamespace(video_data=None, audio_data=None, rid="one")
+            with holding.Turn(None, 5.0, True):
+                media = [f"{web}/1", f"{web}/2"]
+                asyncio.run(bench.engine.hooked.process_mm_data_async(media, PICTURE, request))
+            assert Site.asked == ["/1"]
+            Site.asked.clear()
+            with holding.Turn(None, 5.0, True), pytest.raises(RuntimeError, match="not/there"):
+                media = [f"{web}/3", "file:///is/not/there.png", "file:///is/not/there.jpg"]
+                asyncio.run(bench.engine.hooked.process_mm_data_async(media, PICTURE * 3, request))
+            assert Site.asked == ["/3"]
+        finally:
+            site.shutdown()
+    bench.at_rest()
+
+
+def test_what_a_broker_cannot_carry_is_not_made_in_turn(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known.packing, "portable", lambda feature: False)
+
+    async def run() -> None:
+        assert await bench.ask(url(1)) == [False]
+        monkeypatch.setattr(bench.asking.client, "get_or_promise", None)  # which is not asked any more
+        assert await bench.ask(url(1), url(2)) == [False, False]
+
+    asyncio.run(run())
+    bench.at_rest()
+
+
+def test_nobody_complains_of_what_nobody_waits_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A put that fails when its request is gone, and pictures of which several cannot be had."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def fails(*args: Any, **options: Any) -> Any:
+        begun.set()
+        go_on.wait(30)
+        raise errors.BrokerLost("x")
+
+    async def run() -> None:
+        monkeypatch.setattr(bench.asking.client, "put_many", fails)
+        task = asyncio.create_task(bench.ask(url(1)))
+        await asyncio.to_thread(begun.wait, 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+        with pytest.raises(RuntimeError, match="not there"):
+            await bench.ask("file:///not there 1", "file:///not there 2", "file:///not there 3")
+
+    with caplog.at_level("ERROR"):
+        asyncio.run(run())
+        gc.collect()
+    assert [r for r in caplog.records if r.name == "asyncio"] == []
+    bench.at_rest()
+
+
 @pytest.mark.parametrize("prompt", [PICTURE, PICTURE * 3])
 def test_pictures_and_places_that_are_not_as_many(bench: Bench, prompt: str) -> None:
     """SGLang leaves some of either out, or refuses: whichever it is, ours is the same."""
@@ -382,3 +472,24 @@ def test_others_keep_content_keys_and_it_is_said(
     with caplog.at_level("INFO"):
         assert undecoded.enable(bench.processor, args, bench.asking) is None
     assert any(re.search(why, record.getMessage()) for record in caplog.records)
+
+
+@pytest.mark.parametrize("finder", [False, True])
+def test_who_combines_by_keywords_is_let_alone(bench: Bench, finder: bool) -> None:
+    """As some of SGLang's processors do, which have no derived keys."""
+    processor = SimpleNamespace()
+    setattr(processor, hooks._OURS, SimpleNamespace(finder=bench.engine.finder if finder else None))
+
+    async def begin(processor: Any, base_output: Any, mm_tokens: Any) -> tuple[Any, Any]:
+        return base_output, mm_tokens
+
+    def combine(processor: Any, base_output: Any, mm_tokens: Any) -> tuple[Any, Any]:
+        return base_output, mm_tokens
+
+    async def load(processor: Any, prompt: str, multimodal_tokens: Any) -> tuple[Any, Any]:
+        return prompt, multimodal_tokens
+
+    assert asyncio.run(hooks.begin_combining(begin, processor, base_output=1, mm_tokens=2)) == (1, 2)
+    assert hooks.combine_media(combine, processor, base_output=1, mm_tokens=2) == (1, 2)
+    assert asyncio.run(hooks.load_media(load, processor, "text", multimodal_tokens=2)) == ("text", 2)
+    assert asyncio.run(hooks.load_media(load, processor, prompt="text", multimodal_tokens=2)) == ("text", 2)
