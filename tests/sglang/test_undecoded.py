@@ -328,13 +328,20 @@ def test_what_a_broker_cannot_carry_is_not_made_in_turn(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(known.packing, "portable", lambda feature: False)
+    ask, asked = bench.asking.client.get_or_promise, list[int]()
+
+    def counted(keys: Sequence[Any], **options: Any) -> Any:
+        asked.append(len(keys))
+        return ask(keys, **options)
+
+    monkeypatch.setattr(bench.asking.client, "get_or_promise", counted)
 
     async def run() -> None:
         assert await bench.ask(url(1)) == [False]
-        monkeypatch.setattr(bench.asking.client, "get_or_promise", None)  # which is not asked any more
         assert await bench.ask(url(1), url(2)) == [False, False]
 
     asyncio.run(run())
+    assert asked == [1], "and then no more"
     bench.at_rest()
 
 
