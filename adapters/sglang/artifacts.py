@@ -32,19 +32,21 @@ _OWN: Final = frozenset({"content_digest", "artifact_key", "feature_hash"})
 
 def enable(processor: Any, server_args: Any, asking: Asking) -> Artifacts | None:
     """Derived keys for a processor, if its kind has them; None, with a word in the log, if it keeps content keys."""
-    mark = mark_of(processor, server_args, SUPPORTED)
-    if mark is None:
-        return None
-    if processor.processor_fingerprint is None:
+    kind, why = type(processor), None
+    name = SUPPORTED.get((kind.__module__, kind.__qualname__))
+    if name is not None and processor.processor_fingerprint is None:
         # SGLang's own names for artifacts, which it leaves out where it keeps none.
         from sglang.srt.multimodal.cache import build_processor_fingerprint
 
-        processor.processor_fingerprint = build_processor_fingerprint(processor, processor.hf_config)
+        try:
+            processor.processor_fingerprint = build_processor_fingerprint(processor, processor.hf_config)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+    mark = mark_of(processor, server_args, SUPPORTED, why)
+    if mark is None or name is None:
+        return None
     processor.uses_media_artifacts_without_cache = True
-    kind = type(processor)
-    artifact = getattr(
-        importlib.import_module(kind.__module__), SUPPORTED[kind.__module__, kind.__qualname__]
-    )
+    artifact = getattr(importlib.import_module(kind.__module__), name)
     return Artifacts(processor, mark, artifact, asking)
 
 

@@ -19,7 +19,7 @@ with warnings.catch_warnings():  # of much that a machine without a GPU lacks
     import sglang.srt.multimodal.processors.qwen_vl
     import sglang.srt.server_args  # noqa: F401
 
-from bench import alike, reuse  # noqa: E402
+from bench import alike, preprocessors, reuse  # noqa: E402
 
 pytestmark = [
     pytest.mark.sglang,
@@ -50,3 +50,23 @@ def test_keys_that_say_too_little_are_found_out(
 ) -> None:
     monkeypatch.setattr(shaping, "fingerprint_of", lambda processor, args: bytes(32))
     assert asyncio.run(reuse.run(str(broker.directory), 160, alike.servers()[::9]))["wrong"]
+
+
+def test_a_processor_that_cannot_be_described_keeps_content_keys(
+    broker: BrokerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is strange about it: it works, and the log says why its pictures are made before they are found."""
+
+    def strange(*args: object) -> bytes:
+        raise TypeError("a setting that has no words")
+
+    monkeypatch.setattr(shaping, "fingerprint_of", strange)
+    if kit.NEWEST:  # and SGLang's own
+        monkeypatch.setattr("sglang.srt.multimodal.cache.build_processor_fingerprint", strange)
+    with (
+        reuse.joined(str(broker.directory)) as (asking, _),
+        caplog.at_level("WARNING"),
+        pytest.raises(RuntimeError, match="has no derived keys"),
+    ):
+        preprocessors.engine(alike.servers()[0], asking)
+    assert "has content keys (TypeError: a setting that has no words)" in caplog.text
