@@ -241,6 +241,16 @@ def balanced(status: dict[str, Any]) -> bool:
     return not status["holds"] and not status["leases"] and not any(s["grants"] for s in status["sessions"])
 
 
+def at_rest(broker: kit.BrokerProcess) -> None:
+    """Nothing is held, promised or waited for, once all requests are over."""
+
+    def resting() -> bool:
+        status = broker.status()
+        return balanced(status) and not status["promises"] and not status["waiting_count"]
+
+    kit.eventually(resting, "nothing is held, promised or waited for")
+
+
 def fallbacks(counts: Mapping[str, int]) -> dict[str, int]:
     """The fallbacks among counters, by reason."""
     return {name: value for name, value in counts.items() if name.startswith("fallback_") and value}

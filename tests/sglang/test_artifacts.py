@@ -127,11 +127,7 @@ class Bench:
         return made
 
     def at_rest(self) -> None:
-        def resting() -> bool:
-            status = self.broker.status()
-            return kit.balanced(status) and not status["promises"] and not status["waiting_count"]
-
-        eventually(resting, "nothing is held, promised or waited for")
+        kit.at_rest(self.broker)
 
 
 @pytest.fixture

@@ -43,11 +43,7 @@ class Pair:
         return sum(scene.total(role)[name] for scene in self.scenes)
 
     def at_rest(self) -> None:
-        def resting() -> bool:
-            status = self.broker.status()
-            return kit.balanced(status) and not status["promises"] and not status["waiting_count"]
-
-        eventually(resting, "nothing is held, promised or waited for")
+        kit.at_rest(self.broker)
 
 
 def say(engine: Engine, *urls: str, **more: Any) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from mmbroker.adapters.sglang import holding, hooks, known, undecoded
 from mmbroker.demo import pictures
 from mmbroker.proto import errors
 from mmbroker.proto.reference import is_reference
-from tests.kit import BrokerProcess, eventually
+from tests.kit import BrokerProcess
 
 from . import kit
 
@@ -82,11 +82,7 @@ class Bench:
         return [is_reference(item.feature) for item in got.mm_items]
 
     def at_rest(self) -> None:
-        def resting() -> bool:
-            status = self.broker.status()
-            return kit.balanced(status) and not status["promises"] and not status["waiting_count"]
-
-        eventually(resting, "nothing is held, promised or waited for")
+        kit.at_rest(self.broker)
 
 
 @pytest.fixture
