@@ -414,9 +414,10 @@ class Admission:
         room, pool = self.rooms[tier], self.books.pools[tier]
         if request.reason is Wait.CLIENT or (request.reason is Wait.BUDGET and request.engine is not None):
             return self.quotas.lack(request)
-        if room.blocked:
-            why, then = f"the arena cannot grow: {room.blocked}", "free memory, or raise that limit"
-        elif pool.growing(request.namespace):
+        growing = pool.growing(request.namespace)
+        if room.blocked or (growing and room.refused):  # it was refused before, and is being asked for again
+            why, then = f"the arena cannot grow: {room.refused}", "free memory, or raise that limit"
+        elif growing:
             why, then = "the next segment is not there yet", "allow more time"
         else:
             why, then = self._fullness(request), f"drop holds, or raise --{tier}-mib"

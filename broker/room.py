@@ -14,6 +14,7 @@ class Room:
         self.books = books
         self.pool = pool
         self.blocked = ""  # why no segment can be had at present
+        self.refused = ""  # why the last one that was asked for could not be had
 
     def allocate(
         self, namespace: str, sizes: list[int], hits: list[Feature], now: float
@@ -128,6 +129,7 @@ class Room:
         segment = self.pool.segments[number]
         segment.ready = True
         segment.empty_since = now
+        self.refused = ""
         self.books.watch_empty(self.pool, segment)
         self.books.announce(self.pool, segment)
         self.books.stirred = True
@@ -136,7 +138,7 @@ class Room:
         """No segment can be had: what waits is told at its deadline, or at once if it can never fit what there is."""
         self.pool.remove(number)
         self.books.counters["segments_refused"] += 1
-        self.blocked = reason
+        self.blocked = self.refused = reason
         self.books.timers.at(now + self.books.limits.grow_retry, self._unblock)
         self.books.stirred = True
 
