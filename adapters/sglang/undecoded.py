@@ -98,29 +98,26 @@ class Undecoded:
         turn, media = holding.turn.get(), options.get("image_data") or ()
         if turn is None or not turn.derived or not _pictures_only(options) or not await self._known.there():
             return await original(self._processor, **options)
-        if not self._as_many(options):  # then SGLang does not read all of them
-            return await original(self._processor, **options)
+        found: list[Shaped] | None = None
         try:
-            read, error = await self._read(media)
-            if error is not None:
-                options = {
-                    **options,
-                    "image_data": [one.media for one in read],
-                }  # which need not be fetched again
-                raise error
-            if all(one.key is None for one in read):
-                return await original(self._processor, **options)
+            if self._as_many(options):  # else SGLang does not read all of them
+                read, error = await self._read(media)
+                if error is not None:  # what was read need not be fetched again
+                    options = {**options, "image_data": [one.media for one in read]}
+                    raise error
 
-            async def make(some: Sequence[int]) -> list[Shaped]:
-                return await self._make(original, [read[index].media for index in some], options)
+                async def make(some: Sequence[int]) -> list[Shaped]:
+                    return await self._make(original, [read[index].media for index in some], options)
 
-            found = await self._known.find(turn, [one.key for one in read], make, lambda index: {})
+                if any(one.key is not None for one in read):
+                    found = await self._known.find(turn, [one.key for one in read], make, lambda index: {})
         except Exception as error:
             # Mostly one that cannot be had or decoded: what SGLang says of it is in its own words.
             measure.counters.add("derived_failed")
             logger.debug("mmbroker: pictures are not found by their bytes", exc_info=error)
-            return await original(self._processor, **options)
-        return await original(self._processor, **{**options, "image_data": [Picture(one) for one in found]})
+        if found is not None:
+            options = {**options, "image_data": [Picture(one) for one in found]}
+        return await original(self._processor, **options)
 
     async def begin_combining(self, original: Load, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """AROUND the coroutine `BaseMultimodalProcessor.process_and_combine_mm_data_async`: what is there already does
@@ -138,11 +135,10 @@ class Undecoded:
         if found:
             twin.image_processor = _Sizes(twin.image_processor, found)
         items, ids, output = original(self._processor, *args, **{**options, "processor": twin})
-        if not found:
-            return items, ids, output
-        for item, shaped in zip(items, found, strict=True):
-            item.feature = shaped.feature
-            item.model_specific_data = dict(shaped.data)
+        if found:
+            for item, shaped in zip(items, found, strict=True):
+                item.feature = shaped.feature
+                item.model_specific_data = dict(shaped.data)
         return items, ids, output
 
     def close(self) -> None:

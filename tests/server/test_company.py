@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -132,11 +133,13 @@ main()
 """
 
 
-def test_they_do_not_wait_long_while_somebody_waits_for_room(
-    start_broker: Callable[..., BrokerProcess],
-) -> None:
-    """The arena is full: what ends now is what a create waits for."""
-    broker = start_broker(host_mib=8, segment_mib=8, prefix=[sys.executable, "-c", PATIENT])
+@contextmanager
+def full(
+    start_broker: Callable[..., BrokerProcess], program: str
+) -> Iterator[tuple[BrokerProcess, RawClient, RawClient]]:
+    """A broker whose arena is full, with a create that waits for room, which it gets in the end; a rank, and a producer
+    that has a small feature beside."""
+    broker = start_broker(host_mib=8, segment_mib=8, prefix=[sys.executable, "-c", program])
     with RawClient(broker.directory) as rank, RawClient(broker.directory) as producer:
         assert rank.call(m.Attach("e", 0, 1)) == m.Attached(True)
         put(producer, b"big", 6 * MIB)
@@ -144,6 +147,17 @@ def test_they_do_not_wait_long_while_somebody_waits_for_room(
         big = hold(producer, rank, b"big")
         waiting = producer.post(m.Create([an_item(6 * MIB)]), timeout=60.0)
         eventually(lambda: broker.status()["waiting"], "a waiting create")
+        yield broker, rank, producer
+        producer.cast(m.Drop([big]))
+        rank.cast(m.Settle(rank.notice(m.Dismissed).holds))
+        assert isinstance(producer.answer(waiting), m.Created)
+
+
+def test_they_do_not_wait_long_while_somebody_waits_for_room(
+    start_broker: Callable[..., BrokerProcess],
+) -> None:
+    """The arena is full: what ends now is what a create waits for."""
+    with full(start_broker, PATIENT) as (_, rank, producer):
         for _ in range(4):
             small = [hold(producer, rank, b"small") for _ in range(8)]
             for number in small:
@@ -151,9 +165,6 @@ def test_they_do_not_wait_long_while_somebody_waits_for_room(
             told = rank.notice(m.Dismissed).holds
             assert told == small, "together, though they ended one by one"
             rank.cast(m.Settle(told))
-        producer.cast(m.Drop([big]))
-        rank.cast(m.Settle(rank.notice(m.Dismissed).holds))
-        assert isinstance(producer.answer(waiting), m.Created)
 
 
 def test_holds_that_end_in_one_go_while_somebody_waits_for_room(
@@ -161,14 +172,7 @@ def test_holds_that_end_in_one_go_while_somebody_waits_for_room(
 ) -> None:
     """However short the time is that they wait for each other: it may round to none."""
     hurried = PATIENT.replace("_HURRY = 0.25", "_HURRY = 0.0")
-    broker = start_broker(host_mib=8, segment_mib=8, prefix=[sys.executable, "-c", hurried])
-    with RawClient(broker.directory) as rank, RawClient(broker.directory) as producer:
-        assert rank.call(m.Attach("e", 0, 1)) == m.Attached(True)
-        put(producer, b"big", 6 * MIB)
-        put(producer, b"small")
-        big = hold(producer, rank, b"big")
-        waiting = producer.post(m.Create([an_item(6 * MIB)]), timeout=60.0)
-        eventually(lambda: broker.status()["waiting"], "a waiting create")
+    with full(start_broker, hurried) as (broker, rank, producer):
         small = [hold(producer, rank, b"small") for _ in range(20)]
         broker.process.send_signal(signal.SIGSTOP)
         try:
@@ -180,9 +184,7 @@ def test_holds_that_end_in_one_go_while_somebody_waits_for_room(
         while len(told) < len(small):
             told += rank.notice(m.Dismissed).holds
         assert told == small
-        producer.cast(m.Drop([big]))
-        rank.cast(m.Settle([*told, *rank.notice(m.Dismissed).holds]))
-        assert isinstance(producer.answer(waiting), m.Created)
+        rank.cast(m.Settle(told))
 
 
 def test_they_stop_waiting_when_somebody_waits_for_room(start_broker: Callable[..., BrokerProcess]) -> None:
