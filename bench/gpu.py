@@ -42,7 +42,7 @@ class Plan:
     latency_mb: float = 10.0
     latencies: int = 200
     growing: int = 60
-    loads: tuple[tuple[float, float], ...] = ((9.6, 200.0), (2.4, 1000.0))
+    loads: tuple[tuple[float, float, int], ...] = ((9.6, 200.0, 1), (9.6, 200.0, 4), (2.4, 1000.0, 1))
     loop_seconds: float = 0.8
     loop_rounds: int = 7
     growth_mb: float = 9.6
@@ -66,7 +66,7 @@ QUICK = Plan(
     latency_mb=0.5,
     latencies=3,
     growing=3,
-    loads=((0.1, 50.0),),
+    loads=((0.1, 50.0, 1), (0.1, 50.0, 2)),
     loop_seconds=0.05,
     loop_rounds=1,
     growth_mb=0.5,

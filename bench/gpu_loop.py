@@ -96,10 +96,10 @@ class _Bench:
         for side in (self.scheduler, self.source):
             side.call("load", mb, FEATURES)
 
-    def round(self, way: str, rate: float, seconds: float) -> dict[str, float]:
+    def round(self, way: str, rate: float, together: int, seconds: float) -> dict[str, float]:
         self.board.numbers[Board.RELEASED] = self.board.numbers[Board.STOP] = 0
         self.scheduler.start("run", way, seconds)
-        fed = self.source.call("feed", way, rate, WINDOW)
+        fed = self.source.call("feed", way, rate / together, WINDOW, 0, together)
         return {**self.scheduler.result(), "blocked": fed["blocked"]}
 
     def close(self) -> None:
@@ -110,37 +110,43 @@ class _Bench:
 
 def measure(
     shop: Workshop,
-    loads: tuple[tuple[float, float], ...],
+    loads: tuple[tuple[float, float, int], ...],
     seconds: float,
     rounds: int,
     settings: dict[str, Any],
     say: Any,
 ) -> list[dict[str, Any]]:
-    """For each load (MB, arrivals a second) a line for the loop alone, beside an idle thread, beside arrivals."""
+    """For each load (MB, features a second, how many come together, as the pictures of a request do) a line for the
+    loop alone, beside an idle thread, beside arrivals."""
     lines: list[dict[str, Any]] = []
-    arena = round(2.2 * FEATURES * sum({mb for mb, _ in loads}) + 128)
+    arena = round(2.2 * FEATURES * sum({mb for mb, _, _ in loads}) + 128)
     with shop.broker(gpu=uuid(), host_mib=arena, device_mib=arena, **settings) as broker:
         alone, attached = (
             _Bench(shop, name, broker.path, name == "attached") for name in ("bare", "attached")
         )
-        for mb, rate in loads:
-            for bench in (alone, attached):
-                bench.load(mb)
+        loaded = 0.0
+        for mb, rate, together in loads:
+            if mb != loaded:
+                for bench in (alone, attached):
+                    bench.load(mb)
+                loaded = mb
             variants = {
                 ALONE: (alone, ways.PRIVATE),
                 IDLE: (attached, ways.PRIVATE),
                 ARRIVING: (attached, ways.READONLY),
             }
             for bench, way in variants.values():
-                bench.round(way, rate, seconds / 4)
+                bench.round(way, rate, together, seconds / 4)
             found: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
             for number in range(rounds):
-                say(f"loop: {mb:g} MB, {rate:g}/s, round {number + 1} of {rounds}")
+                say(f"loop: {mb:g} MB, {rate:g}/s by {together}, round {number + 1} of {rounds}")
                 for name in variants if number % 2 else reversed(variants):
                     bench, way = variants[name]
-                    found[name].append(bench.round(way, rate, seconds))
+                    found[name].append(bench.round(way, rate, together, seconds))
             for name in variants:
-                lines.append(_line(mb, rate, name, list(zip(found[IDLE], found[name], strict=True))))
+                lines.append(
+                    _line(mb, rate, name, list(zip(found[IDLE], found[name], strict=True)), together)
+                )
         for bench in (alone, attached):
             bench.close()
     return lines

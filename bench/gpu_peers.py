@@ -85,6 +85,15 @@ class Engine:
             time.sleep(0.001)
         return sum(place is None for place in places)
 
+    def await_tensors(self, refs: list[dict[str, Any]]) -> None:
+        """Until the receiver has made what is taken first, which it does a little later: a request mostly waits longer
+        for its turn. What is taken before, the scheduler makes."""
+        end = time.monotonic() + LOADING
+        while not all(self.table._entries[ref["boot"], ref["hold"]].ready for ref in refs):
+            if time.monotonic() > end:
+                raise RuntimeError("the tensors of what was granted are not made")
+            time.sleep(0.001)
+
     def emptied(self) -> None:
         """Wait until nothing is granted here any more."""
         end = time.monotonic() + PATIENCE

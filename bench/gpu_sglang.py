@@ -21,7 +21,7 @@ HASH = "gpu_tensor_hash alone"
 SHARED = "cpu (ShmPointerMMData)"
 WAYS = (CACHED, UNCACHED, HASHED, HASH, SHARED)
 #: Its pool, in bytes, and how many features are under way in a round.
-POOL, FEATURES = 1 << 30, 12
+POOL, FEATURES = 4 << 30, 32
 #: Rounds before the first that counts.
 WARM = 10
 

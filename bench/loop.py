@@ -82,7 +82,7 @@ class LoopScheduler(Scheduler):
         released = iterations = arrivals = start = 0
         ends: list[int] = []
         before = end = 0
-        opened = closed = (0, 0, 0)
+        began = closed = (0, 0, 0)
         ended = False
         while not ended:
             step()
@@ -94,18 +94,20 @@ class LoopScheduler(Scheduler):
                 if message == END:
                     ended = True
                     break
-                tensor, _, use = opener.open(message)
-                tensor.sum()
-                del tensor
-                opener.close(use)
-                del use
+                opened = opener.open(message)
+                while opened:
+                    tensor, _, use = opened.pop(0)
+                    tensor.sum()
+                    del tensor
+                    opener.close(use)
+                    del use
                 released += 1
                 board[Board.RELEASED] = released
             now = clock()
             if not start:
                 if released:  # the window opens behind the first arrival
                     start, end, arrivals = now, now + int(seconds * 1e9), released
-                    opened = _accounts()
+                    began = _accounts()
             elif not board[Board.STOP]:
                 iterations += 1
                 ends.append(now - before)
@@ -113,7 +115,7 @@ class LoopScheduler(Scheduler):
                     board[Board.STOP] = 1
                     arrivals, closed = released - arrivals, _accounts()
             before = now
-        took, running, ready = (after - first for first, after in zip(opened, closed, strict=True))
+        took, running, ready = (after - first for first, after in zip(began, closed, strict=True))
         return {
             "us": took / iterations / 1000,
             "cpu_us": running / iterations / 1000,
@@ -182,8 +184,13 @@ def measure(
 
 
 def _line(
-    mb: float, rate: float, way: str, pairs: list[tuple[dict[str, float], dict[str, float]]]
+    mb: float,
+    rate: float,
+    way: str,
+    pairs: list[tuple[dict[str, float], dict[str, float]]],
+    together: int = 1,
 ) -> dict[str, Any]:
+    """`together`: features of a request, of which `rate` come a second in all."""
     own = [variant for _, variant in pairs]
 
     def middle(name: str, digits: int) -> float:
@@ -193,8 +200,9 @@ def _line(
     return {
         "mb": mb,
         "asked_per_second": rate,
+        "together": together,
         "transport": way,
-        "reached_per_second": middle("rate", 1),
+        "reached_per_second": round(together * middle("rate", 2), 1),
         "iteration_us": middle("us", 1),
         "iterations_per_second": middle("per_second", 1),
         "iteration_us_p99": middle("iteration_us_p99", 1),

@@ -125,8 +125,8 @@ class Source:
     def isolate(self, core: int) -> None:
         pin(os.getpid(), [core])
 
-    def feed(self, way: str, rate: float, window: int, most: int = 0) -> dict[str, float]:
-        """Send arrivals until `most` were sent; 0: until told to stop on the board.
+    def feed(self, way: str, rate: float, window: int, most: int = 0, together: int = 1) -> dict[str, float]:
+        """Send arrivals of `together` features until `most` were sent; 0: until told to stop on the board.
 
         `rate` a second, on a fixed schedule: a source that is late sends at once; 0: one after the other. No more than
         `window` are under way. Returns what was sent in how long, and the share of the time that the window was full.
@@ -144,7 +144,7 @@ class Source:
                 time.sleep(0.00005)
             blocked += time.perf_counter() - before
             sender.released(board[Board.RELEASED])
-            self._outbox.send(sender.message(sent))
+            self._outbox.send(sender.message(sent, together))
             sent += 1
         took = time.perf_counter() - started
         while board[Board.RELEASED] < sent:

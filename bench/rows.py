@@ -29,7 +29,7 @@ class RowScheduler(Scheduler):
         opened, read, closed = [], [], []
         for message in self.arrivals():
             started = clock()
-            tensor, _, use = opener.open(message)
+            ((tensor, _, use),) = opener.open(message)
             ready = clock()
             tensor.sum()
             seen = clock()

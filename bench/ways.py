@@ -11,12 +11,16 @@ import pickle
 import warnings
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import zip_longest
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 import mmbroker
+
+T = TypeVar("T")
 
 #: Names of the transports, as they stand in the tables.
 PRIVATE = "private tensors"
@@ -65,9 +69,14 @@ def tensors(mb: float, count: int, seed: int) -> list[torch.Tensor]:
     return [torch.rand(patches(mb), PATCH, generator=generator) for _ in range(count)]
 
 
-def message(number: int, features: list[Any], digest: int | None = None) -> bytes:
+def turn(things: Sequence[T], number: int, together: int) -> list[T]:
+    """The next `together` of what comes again and again."""
+    return [things[(number * together + n) % len(things)] for n in range(together)]
+
+
+def message(number: int, features: Sequence[Any], digests: Sequence[int | None] = ()) -> bytes:
     """A request with what stands for its features, as bytes."""
-    items = [Item("image", [(4, 259)], digest, feature) for feature in features]
+    items = [Item("image", [(4, 259)], digest, feature) for feature, digest in zip_longest(features, digests)]
     return pickle.dumps(Request(f"request-{number:08d}", items), protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -83,8 +92,8 @@ def request(message: bytes) -> Request:
 class Sender(Protocol):
     """Sends features of one size, in turn."""
 
-    def message(self, number: int) -> bytes:
-        """Hand feature `number` (modulo their count) over, and make the message that says so."""
+    def message(self, number: int, together: int = 1) -> bytes:
+        """Hand features over, as many as a request has, and make the message that says so. `number` counts messages."""
 
     def released(self, count: int) -> None:
         """The scheduler is done with the first `count` messages' features."""
@@ -101,8 +110,8 @@ class PrivateSender:
             for number, x in enumerate(features)
         ]
 
-    def message(self, number: int) -> bytes:
-        return message(number, [self._refs[number % len(self._refs)]])
+    def message(self, number: int, together: int = 1) -> bytes:
+        return message(number, turn(self._refs, number, together))
 
     def released(self, count: int) -> None:
         pass
@@ -113,18 +122,20 @@ class BrokerSender:
 
     def __init__(self, client: mmbroker.Client, keys: list[str], engine: str) -> None:
         self._client, self._keys, self._engine = client, keys, engine
-        self._helds: deque[mmbroker.Held] = deque()
+        self._helds: deque[list[mmbroker.Held]] = deque()  # of each message
         self._dropped = 0
 
-    def message(self, number: int) -> bytes:
-        held = self._client.lookup(self._keys[number % len(self._keys)], to=self._engine)
-        assert held is not None, "a sealed feature is gone: the arena is too small"
+    def message(self, number: int, together: int = 1) -> bytes:
+        found = self._client.lookup_many(turn(self._keys, number, together), to=self._engine)
+        held = [one for one in found if one is not None]
+        assert len(held) == together, "a sealed feature is gone: the arena is too small"
         self._helds.append(held)
-        return message(number, [held.ref.to_wire()])
+        return message(number, [one.ref.to_wire() for one in held])
 
     def released(self, count: int) -> None:
         while self._dropped < count:
-            self._helds.popleft().drop()
+            for held in self._helds.popleft():
+                held.drop()
             self._dropped += 1
 
 
@@ -135,10 +146,14 @@ class SglangSender:
         self._features, self._hashes = features, hashes
         self._pointer = sglang().ShmPointerMMData
 
-    def message(self, number: int) -> bytes:
-        which = number % len(self._features)
-        digest = None if self._hashes is None else self._hashes[which]
-        return message(number, [self._pointer(self._features[which], precomputed_hash=digest)], digest)
+    def message(self, number: int, together: int = 1) -> bytes:
+        features = turn(self._features, number, together)
+        digests = [None] * together if self._hashes is None else turn(self._hashes, number, together)
+        pointers = [
+            self._pointer(feature, precomputed_hash=digest)
+            for feature, digest in zip(features, digests, strict=True)
+        ]
+        return message(number, pointers, digests)
 
     def released(self, count: int) -> None:
         pass  # the scheduler removes the file
@@ -147,11 +162,15 @@ class SglangSender:
 # --- the scheduler's end ---------------------------------------------------------------------------------------------
 
 
-class Opener(Protocol):
-    """From a message to a tensor with its hash, and the end of its use."""
+#: A tensor, its hash, and what `Opener.close` wants.
+Opened = tuple[torch.Tensor, object, Any]
 
-    def open(self, message: bytes) -> tuple[torch.Tensor, object, Any]:
-        """Tensor, hash, and what `close` wants."""
+
+class Opener(Protocol):
+    """From a message to its tensors, and the end of their use."""
+
+    def open(self, message: bytes) -> list[Opened]:
+        """Of each feature."""
 
     def close(self, use: Any) -> None:
         """The request is over; the caller keeps no tensor."""
@@ -163,9 +182,9 @@ class PrivateOpener:
     def __init__(self, features: list[torch.Tensor]) -> None:
         self._features = features
 
-    def open(self, message: bytes) -> tuple[torch.Tensor, object, Any]:
-        feature = request(message).items[0].feature
-        return self._features[feature["feature"]], feature["digest"], None
+    def open(self, message: bytes) -> list[Opened]:
+        refs = [item.feature for item in request(message).items]
+        return [(self._features[ref["feature"]], ref["digest"], None) for ref in refs]
 
     def close(self, use: Any) -> None:
         pass
@@ -177,26 +196,27 @@ class BrokerOpener:
     def __init__(self, table: mmbroker.FeatureTable) -> None:
         self._take = table.take
 
-    def open(self, message: bytes) -> tuple[torch.Tensor, object, Any]:
-        use = self._take(request(message).items[0].feature)
-        return use.tensor, use.digest, use
+    def open(self, message: bytes) -> list[Opened]:
+        uses = [self._take(item.feature) for item in request(message).items]
+        return [(use.tensor, use.digest, use) for use in uses]
 
     def close(self, use: Any) -> None:
         use.release()
 
 
 class SglangOpener:
-    """SGLang's receiver and input processing, for one feature."""
+    """SGLang's receiver and input processing."""
 
     def __init__(self) -> None:
         self._hash = sglang().hash_feature
 
-    def open(self, message: bytes) -> tuple[torch.Tensor, object, Any]:
-        item = request(message).items[0]
-        item.feature = item.feature.materialize()
-        if item.hash is None:
-            item.hash = self._hash(item.feature)
-        return item.feature, item.hash, None
+    def open(self, message: bytes) -> list[Opened]:
+        items = request(message).items
+        for item in items:
+            item.feature = item.feature.materialize()
+            if item.hash is None:
+                item.hash = self._hash(item.feature)
+        return [(item.feature, item.hash, None) for item in items]
 
     def close(self, use: Any) -> None:
         pass

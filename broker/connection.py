@@ -244,7 +244,7 @@ class Connection:
             dealer = self._dealer
             if dealer is None:
                 return batch, False
-            sent = self._flush()
+            sent = not self._outbox or self._flush()
             # Each look costs as much as a message's decoding, and takes in the signals of what it shows: of room for
             # more, too.
             while (events := int(dealer.getsockopt(zmq.EVENTS))) & _POLLIN and len(batch) < _BATCH:

@@ -16,7 +16,6 @@ Every use has an exporter of its own, what its tensors lie over, which is watche
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from mmbroker.proto.errors import FeatureMissing
@@ -72,7 +71,7 @@ class Entry:
         self.ready: list[Built] = []
         self.place: Place | None = None  # on the device
         self.streams: dict[int, None] = {}  # that have read it, and where that ends is not known yet
-        self.fences: deque[Fence] = deque()  # where it ends
+        self.fences: list[Fence] = []  # where it ends
         self.outlived = False  # a tensor was kept beyond its use: any stream may have read it
         self.asked = False  # for a place on the device
 
@@ -99,7 +98,8 @@ class Entry:
     @property
     def kept(self) -> bool:
         """Is a tensor that was handed out still alive?"""
-        return any(watch() is not None for watch in list(self.exporters.values()))
+        exporters = self.exporters  # mostly none: those of uses that ended are taken out
+        return bool(exporters) and any(watch() is not None for watch in list(exporters.values()))
 
 
 def _note(entry: Entry, gpu: Gpu, stream: object) -> None:

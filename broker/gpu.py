@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableSequence
 from typing import TYPE_CHECKING, Any
 
 from mmbroker.proto.errors import BrokerLost
@@ -340,10 +340,10 @@ class Gpu:
         self._fences[fence.event] = fence
         return fence
 
-    def passed(self, fences: deque[Fence]) -> bool:
+    def passed(self, fences: MutableSequence[Fence]) -> bool:
         """Whether everything before these fences is done; those that are known to be passed are taken out."""
         while fences and self._passed(fences[0]):
-            fences.popleft()
+            del fences[0]
         return not fences
 
     def _passed(self, fence: Fence) -> bool:

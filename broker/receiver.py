@@ -381,7 +381,8 @@ class Receiver(ABC):
         more = True
         while more:
             batch, more = connection.receive()
-            for message in _joined(map(messages.decode_downlink, batch)):
+            arrived = map(messages.decode_downlink, batch)
+            for message in _joined(arrived) if len(batch) > 1 else arrived:
                 self._dispatch(connection, message)
 
     def _dispatch(self, connection: Connection, message: Downlink) -> None:

@@ -42,6 +42,7 @@ class Residence:
         self._parking: deque[Entry] = deque()
         self._wanting: deque[Entry] = deque()
         self._declined: list[int] = []
+        self._unready: list[Entry] = []
         self._failing = False  # the GPU does not tell what is complete
         self._next_complaint = 0.0
 
@@ -91,13 +92,18 @@ class Residence:
         return True
 
     def make_ready(self, entry: Entry) -> None:
-        """Make the tensor that is taken first. If that fails, nothing is on its way to the entry any more."""
-        try:
-            entry.ready.append(entry.build())
-        except BaseException:
-            if entry.place is not None and self.gpu is not None:
-                self.gpu.await_copies()  # what has begun must not go on when its slot is another's
-            raise
+        """Have the tensor that is taken first made, together with those of other entries: the first of several takes as
+        long as ten more. A scheduler that takes the entry before that makes its own."""
+        self._unready.append(entry)
+
+    def _make_ready(self) -> None:
+        unready, self._unready = self._unready, []
+        for entry in unready:
+            if not (entry.gone or entry.uses or entry.ready):
+                with suppress(Exception):  # then it is made when it is read, and says why it cannot be
+                    entry.ready.append(entry.build())
+                if entry.gone:  # meanwhile
+                    entry.ready.clear()
 
     def offered(self, offers: Iterable[tuple[Offer, Entry | None]]) -> None:
         """Places for entries that had none; they are declined where there is no use for them any more."""
@@ -106,8 +112,7 @@ class Residence:
                 self._declined.append(offer.hold)
             elif self.load(entry, offer.place):
                 entry.ready.clear()
-                with suppress(Exception):  # then it is built when it is read
-                    entry.ready.append(entry.build())
+                self.make_ready(entry)
         self.tell_declined()
 
     def tell_declined(self) -> None:
@@ -129,6 +134,7 @@ class Residence:
             self._link.cast(Want([e.ref.hold for e in wanted if e.session == session]), session)
         if self._parking:
             self._park(gpu)
+        self._make_ready()
 
     @property
     def unfinished(self) -> bool:

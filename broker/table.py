@@ -64,6 +64,9 @@ _FULL_WATCH: Final = (0.5, 8.0)
 _DEVICE_WATCH: Final = 0.01
 #: And at what was dismissed alone, for the second time.
 _SECOND_LOOK: Final = 0.001
+#: How long what was dismissed with grants waits for more of it, in nanoseconds: nobody waits for what it frees, and to
+#: find out that nothing reads it any more takes this thread as long as a grant does.
+_TOGETHER: Final = 15_000_000
 
 
 class FeatureTable:
@@ -101,6 +104,7 @@ class FeatureTable:
         self._lost: list[tuple[float, int]] = []  # when entries of which session expire
         self._buffers = BufferPool()
         self._pause = _WATCH[0]
+        self._next_look = 0  # when what is over is looked at; sooner if somebody may wait for it
         self._open = True
         self._next_try = math.inf  # when to look whether the device has room for us
         self._try_pause = _FULL_WATCH[0]
@@ -159,7 +163,8 @@ class FeatureTable:
 
     @property
     def _quiet(self) -> bool:
-        return self.gpu is not None and self.gpu.quiet > 0
+        gpu = self._residence.gpu
+        return gpu is not None and gpu.quiet > 0
 
     def _look_closer(self, ref: object) -> Entry:
         """The entry of a reference that is not written as usual, such as one whose shape became a tuple on its way.
@@ -245,6 +250,7 @@ class FeatureTable:
             raise
         finally:
             self._withdraw(list(self._entries))
+            self._next_look = 0
             self._link.wake()
 
     # --- the receiver thread ----------------------------------------------------------------------------------------
@@ -261,9 +267,11 @@ class FeatureTable:
 
     def _make_entries(self, grants: list[Grant], dismissed: Sequence[int]) -> None:
         started = time.perf_counter_ns()
-        boot = self._link.boot
-        self._withdraw([(boot, hold) for hold in dismissed])
-        self._fence()  # to be passed while entries are made
+        if dismissed:
+            boot = self._link.boot
+            self._withdraw([(boot, hold) for hold in dismissed])
+        if look := started >= self._next_look and bool(self._over):
+            self._fence()  # to be passed while entries are made
         acked: list[int] = []
         failed: list[int] = []
         reason = ""
@@ -280,7 +288,8 @@ class FeatureTable:
         if failed:
             self._failed += len(failed)
             _log.warning("mmbroker: %d grant(s) to engine %s failed: %s", len(failed), self.engine, reason)
-        loaded, settled = self._settle()
+        loaded = self._loaded()  # first: what is on its way cannot be settled
+        settled = self._settle(started) if look else []
         self._build_ns += time.perf_counter_ns() - started
         self._watch_soon()
         self._link.cast(Ack(acked, failed, reason, settled, loaded))
@@ -305,7 +314,7 @@ class FeatureTable:
             if private and entry.place is None:
                 self._copy_on_host(entry)
         if residence.gpu is not None:  # on the host, making it costs a scheduler less than waiting for us to
-            residence.make_ready(entry)
+            residence.make_ready(entry)  # and here, too, if it takes the entry at once
         self._entries[entry.key] = entry
 
     def _copy_on_host(self, entry: Entry) -> None:
@@ -337,11 +346,12 @@ class FeatureTable:
         if any(entry.fences for entry in list(self._over)):
             # No grant came with them: perhaps because somebody waits for what they free. A fence takes a moment to be
             # passed, also in a stream that has nothing to do.
+            self._next_look = 0
             self._link.hasten(_SECOND_LOOK)
 
     def _watch_soon(self) -> None:
         """Have the chores look after what cannot be finished now, unless another message comes before."""
-        if self.gpu is not None:
+        if self._residence.gpu is not None:
             self._link.hasten(_DEVICE_WATCH if self._residence.loading else _WATCH[0])
         elif self._over:
             self._link.hasten(_WATCH[0])
@@ -357,36 +367,42 @@ class FeatureTable:
 
     def _fence(self) -> None:
         """Find out where what has read the entries that are over comes to its end."""
-        if self._over and self.gpu is not None and not self.gpu.quiet:
-            self._residence.fence((entry for entry in list(self._over) if not entry.uses), self.gpu)
+        gpu = self._residence.gpu
+        if gpu is not None and self._over and not gpu.quiet:
+            self._residence.fence([entry for entry in list(self._over) if not entry.uses], gpu)
 
     def _let_go(self) -> None:
-        loaded, settled = self._settle()
+        loaded = self._loaded()
+        self._fence()
+        settled = self._settle(time.perf_counter_ns())
         if loaded:
             self._link.cast(Loaded(loaded))
         if settled:
             self._link.cast(Settle(settled))
 
-    def _settle(self) -> tuple[list[int], list[int]]:
-        """Let go of what is over and can no longer be touched. The holds that the broker is to be told of, in this
-        order: those that are loaded, those that are settled."""
-        session, residence, gpu = self._link.session, self._residence, self.gpu
-        loaded: list[int] = []
+    def _loaded(self) -> list[int]:
+        """The holds whose copies to the device are complete by now. The broker is to be told of them before it is told
+        that they are settled."""
+        gpu = self._residence.gpu
+        return self._residence.loaded(gpu) if gpu is not None and gpu.busy and not gpu.quiet else []
+
+    def _settle(self, now: int) -> list[int]:
+        """Let go of what is over and can no longer be touched: the holds that the broker is to be told of. `now`: as
+        `time.perf_counter_ns` has it."""
+        self._next_look = now + _TOGETHER
+        over, session, untouchable = self._over, self._link.session, self._residence.untouchable
         settled: list[int] = []
-        if gpu is not None and not gpu.quiet:
-            loaded = residence.loaded(gpu)
-            self._fence()
-        for _ in range(len(self._over)):
-            entry = self._over.popleft()
-            if not residence.untouchable(entry):
-                self._over.append(entry)
+        for _ in range(len(over)):
+            entry = over.popleft()
+            if not untouchable(entry):
+                over.append(entry)
                 continue
             self._settled += 1
             if entry.session == session:
                 settled.append(entry.ref.hold)
             if entry.buffer is not None and not entry.private:
                 self._buffers.give(entry.buffer, time.monotonic())
-        return loaded, settled
+        return settled
 
     def _device_chores(self, gpu: Gpu) -> None:
         """Make up for what was put off, and see that everything is where it should be."""
@@ -416,12 +432,15 @@ class FeatureTable:
                 expired = [entry.key for entry in list(self._entries.values()) if entry.session == session]
                 self._expired += len(expired)
                 self._withdraw(expired)
+                self._next_look = 0
         self._buffers.trim(now)
-        before = self._settled
-        self._let_go()
-        moved = self._settled > before
+        moved = False
+        if look := time.perf_counter_ns() >= self._next_look:
+            before = self._settled
+            self._let_go()
+            moved = self._settled > before
         unfinished = bool(self._over) or self._residence.unfinished
-        self._pause = _WATCH[0] if moved or not unfinished else min(self._pause * 2, _WATCH[1])
+        self._pause = _WATCH[0] if moved or not (look and unfinished) else min(self._pause * 2, _WATCH[1])
         pause = self._pause if unfinished else _REST
         return min(pause, _DEVICE_WATCH) if self._residence.loading and not self._quiet else pause
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -104,6 +105,7 @@ def layout(of: Form | Reference) -> Layout:
     return tuple(_lay(part.dtype, part.shape, part.offset) for part in of.parts)
 
 
+@lru_cache(4096)  # features of one size come again and again
 def _lay(dtype: str, shape: tuple[int, ...], offset: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     elements = 1
     for n in shape:

@@ -25,8 +25,8 @@ class Flood(LoopScheduler):
     def opener(self, way: str) -> Flood:  # type: ignore[override]
         return self
 
-    def open(self, message: bytes) -> tuple[torch.Tensor, object, object]:
-        return torch.ones(1), None, None
+    def open(self, message: bytes) -> list[tuple[torch.Tensor, object, object]]:
+        return [(torch.ones(1), None, None)]
 
     def close(self, use: object = None) -> None:
         pass
