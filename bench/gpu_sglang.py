@@ -23,7 +23,7 @@ WAYS = (CACHED, UNCACHED, HASHED, HASH, SHARED)
 #: Its pool, in bytes, and how many features are under way in a round.
 POOL, FEATURES = 4 << 30, 32
 #: Rounds before the first that counts.
-WARM = 10
+WARM = 4
 
 
 def _modules() -> tuple[Any, Any]:

@@ -89,6 +89,12 @@ class Entry:
         self.exporters[id(watch)] = watch
         return tensors, watch, place
 
+    def make_ready(self) -> None:
+        """Build ahead of a take. For the receiver thread."""
+        self.ready.append(self.build())
+        if self.gone:  # perhaps by now, and whoever took it out of the table did not see this
+            self.ready.clear()
+
     def let_go(self) -> None:
         """The client is closed: what nobody uses goes now, what is in use goes with its last tensor."""
         self.ready.clear()

@@ -101,9 +101,7 @@ class Residence:
         for entry in unready:
             if not (entry.gone or entry.uses or entry.ready):
                 with suppress(Exception):  # then it is made when it is read, and says why it cannot be
-                    entry.ready.append(entry.build())
-                if entry.gone:  # meanwhile
-                    entry.ready.clear()
+                    entry.make_ready()
 
     def offered(self, offers: Iterable[tuple[Offer, Entry | None]]) -> None:
         """Places for entries that had none; they are declined where there is no use for them any more."""
@@ -178,7 +176,7 @@ class Residence:
                 self._parking.append(entry)
             else:
                 entry.asked = False
-                entry.ready.append(entry.build())
+                entry.make_ready()
                 if entry.session == session:
                     parked.append(entry.ref.hold)
         if parked and self.shared:
@@ -222,7 +220,7 @@ class Residence:
     def unread(self, entry: Entry, gpu: Gpu) -> bool:
         """Whether nothing reads tensors that were handed out and let go of, here or on the GPU."""
         try:
-            return not (entry.kept or entry.streams or entry.outlived) and gpu.passed(entry.fences)
+            return not (entry.streams or entry.outlived or entry.kept) and gpu.passed(entry.fences)
         except DriverError as error:
             self._complain("features stay unsettled", error)
             return False

@@ -270,8 +270,6 @@ class FeatureTable:
         if dismissed:
             boot = self._link.boot
             self._withdraw([(boot, hold) for hold in dismissed])
-        if look := started >= self._next_look and bool(self._over):
-            self._fence()  # to be passed while entries are made
         acked: list[int] = []
         failed: list[int] = []
         reason = ""
@@ -289,7 +287,10 @@ class FeatureTable:
             self._failed += len(failed)
             _log.warning("mmbroker: %d grant(s) to engine %s failed: %s", len(failed), self.engine, reason)
         loaded = self._loaded()  # first: what is on its way cannot be settled
-        settled = self._settle(started) if look else []
+        settled: list[int] = []
+        if started >= self._next_look and self._over:
+            settled = self._settle(started)
+            self._fence()  # what is left, to be passed by the next look
         self._build_ns += time.perf_counter_ns() - started
         self._watch_soon()
         self._link.cast(Ack(acked, failed, reason, settled, loaded))

@@ -171,3 +171,54 @@ def test_what_is_known_to_be_loaded_is_told_though_the_next_is_not(
     for one in held:
         one.drop()
     faked.settled(table)
+
+
+def test_what_is_dismissed_with_grants_is_looked_at_together(
+    faked: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for what it frees: the grants look once in a while, and the chores if no more come."""
+    table = faked.attach()
+    held = [faked.client.put(block(0.1, seed=seed), to="a") for seed in range(4)]
+    for seed, one in enumerate(held):
+        faked.read_on_device(table, one, block(0.1, seed=seed))
+    monkeypatch.setattr("mmbroker.table._TOGETHER", 3600 * 10**9)
+    looks: list[int] = []
+    settle = table._settle
+
+    def looked(now: int) -> list[int]:
+        looks.append(len(table._over))
+        return settle(now)
+
+    def dismissed() -> None:
+        for one in held[:2]:
+            table.granted([], [one.ref.hold])
+        assert looks == []
+        table._next_look = 0  # it is time
+        for one in held[2:]:
+            table.granted([], [one.ref.hold])
+        assert looks == [3]
+        assert len(table._over) == 4
+
+    def begin() -> None:
+        table._next_look = 3600 * 10**9 + time.perf_counter_ns()
+        monkeypatch.setattr(table, "_settle", looked)
+        dismissed()
+
+    table._link.run(begin, PATIENCE)
+    assert table.stats()["unsettled"] == 4
+    monkeypatch.setattr("mmbroker.table._TOGETHER", 0)
+    table._next_look = 0
+    table._link.wake()
+    faked.settled(table)
+    for one in held:
+        one.drop()
+
+
+def test_what_is_dismissed_alone_waits_for_nothing(faked: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Perhaps somebody waits for what it frees: it is looked at again in a moment, until it is settled."""
+    monkeypatch.setattr("mmbroker.table._TOGETHER", 3600 * 10**9)
+    table = faked.attach()
+    held = faked.client.put(block(0.1), to="a")
+    faked.read_on_device(table, held, block(0.1))
+    held.drop()
+    faked.settled(table)
