@@ -44,7 +44,7 @@ class Plan:
     growing: int = 60
     loads: tuple[tuple[float, float, int], ...] = ((9.6, 200.0, 1), (9.6, 200.0, 4), (2.4, 1000.0, 1))
     loop_seconds: float = 0.8
-    loop_rounds: int = 7
+    loop_rounds: int = 11
     growth_mb: float = 9.6
     growth: int = 120
     growth_rate: float = 40.0
