@@ -37,6 +37,7 @@ from mmbroker.proto.reference import BOOT_BYTES, PROTOCOL_VERSION
 
 from .instance import LIFELINE, check_length
 from .mapping import Mapping
+from .quick import Quick
 
 _FD_BYTES: Final = struct.calcsize("i")
 #: As a plain number: arithmetic with pyzmq's own takes several times as long.
@@ -76,6 +77,7 @@ class Connection:
         check_length(directory)
         self.lifeline = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._dealer: zmq.Socket[bytes] | None = None
+        self._quick: Quick | None = None  # the same, once it is connected
         self._monitor: zmq.Socket[bytes] | None = None
         self._cut = False
         self._control = (-1, -1)  # descriptor and inode of the socket under the dealer
@@ -148,6 +150,7 @@ class Connection:
         dealer.connect(f"ipc://{directory / welcome.control}")
         self._await_control(directory, dealer, self._monitor, deadline)
         self.read_monitor()
+        self._quick = Quick(dealer, MAX_MESSAGE)
         return int(dealer.get(zmq.FD))
 
     def _await_control(
@@ -209,7 +212,7 @@ class Connection:
                 sent = self._flush()
                 # Sending, and looking, may have taken in the signal of what came meanwhile: pass on that of a message;
                 # that of room for more is for us.
-                events = 0 if self._dealer is None else int(self._dealer.getsockopt(zmq.EVENTS))
+                events = 0 if self._quick is None else self._quick.events()
                 if events & _POLLIN:
                     self._wake()
             finally:
@@ -219,17 +222,13 @@ class Connection:
 
     def _flush(self) -> bool:
         """Send what was posted, under the lock; False if the broker takes no more for now."""
-        outbox, dealer = self._outbox, self._dealer
+        outbox, quick = self._outbox, self._quick
         while outbox:
             try:
                 data = outbox.popleft()
             except IndexError:
                 break
-            if dealer is None:
-                continue
-            try:
-                dealer.send(data, zmq.NOBLOCK)
-            except zmq.Again:
+            if not (quick is None or quick.send(data)):
                 outbox.appendleft(data)
                 return False
         return True
@@ -240,18 +239,21 @@ class Connection:
         if self._cut:
             raise BrokerLost("the control connection to the broker was cut")
         batch: list[bytes] = []
+        more = room = False
         with self._lock:
-            dealer = self._dealer
-            if dealer is None:
+            quick = self._quick
+            if quick is None:
                 return batch, False
             sent = not self._outbox or self._flush()
-            # Each look costs as much as a message's decoding, and takes in the signals of what it shows: of room for
-            # more, too.
-            while (events := int(dealer.getsockopt(zmq.EVENTS))) & _POLLIN and len(batch) < _BATCH:
-                batch.append(dealer.recv(zmq.NOBLOCK))
-        if self._outbox and (sent or events & _POLLOUT):  # or posted by somebody who found us at it
+            while (data := quick.recv()) is not None:
+                batch.append(data)
+                if more := len(batch) == _BATCH:
+                    break
+            if self._outbox:  # receiving takes in the signal of room for more, too
+                room = bool(quick.events() & _POLLOUT)
+        if self._outbox and (sent or room):  # or posted by somebody who found us at it
             self._wake()
-        return batch, bool(events & _POLLIN)
+        return batch, more
 
     @property
     def backlog(self) -> int:
@@ -398,7 +400,7 @@ class Connection:
         """End the session. For the receiver thread, or before there is one. Idempotent."""
         self._lost = True
         with self._lock:
-            dealer, self._dealer = self._dealer, None
+            dealer, self._dealer, self._quick = self._dealer, None, None
             if dealer is not None:
                 if self._monitor is not None:
                     dealer.disable_monitor()
