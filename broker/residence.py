@@ -99,7 +99,9 @@ class Residence:
     def _make_ready(self) -> None:
         unready, self._unready = self._unready, []
         for entry in unready:
-            if not (entry.gone or entry.uses or entry.ready):
+            if not (
+                entry.gone or entry.uses or entry.ready or entry.streams
+            ):  # the last: it was read already
                 with suppress(Exception):  # then it is made when it is read, and says why it cannot be
                     entry.make_ready()
 

@@ -131,8 +131,9 @@ class Driver(Protocol):
         """Wait here for everything in all streams. Without the GIL."""
         ...
 
-    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """Copy between any two addresses. Host memory that is not pinned makes it wait, or be slow."""
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, room: bool = False) -> None:
+        """Copy between any two addresses. Host memory that is not pinned makes it wait, or be slow. `room`: the stream
+        has few copies to do, so that one from pinned memory does not wait, and need not give up the GIL."""
         ...
 
     def current_stream(self, uuid: str) -> Callable[[], int]:

@@ -255,7 +255,7 @@ class FakeDriver:
         self._call("cuCtxSynchronize", unsafe=True)
         self.engine.finish_all()
 
-    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, room: bool = False) -> None:
         self._call("cuMemcpyAsync")
         for offset, size in cut(self.pins, dst, src, nbytes) or ((0, nbytes),):
             if size:

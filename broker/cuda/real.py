@@ -1,8 +1,8 @@
 """The real driver: CUDA through cuda-bindings, and NVML for what must be known without a context.
 
-The few calls that a scheduler thread makes go straight into the library, and keep the GIL: they take about a
-microsecond and do not wait, and giving the GIL up for so long would invite every other thread to take it. Everything
-that may wait or take long gives it up.
+The few calls that a scheduler thread makes, or that a receiver makes for each feature, go straight into the library and
+keep the GIL: they take a few microseconds and do not wait, and giving the GIL up for so long would invite every other
+thread to take it. Everything that may wait or take long gives it up.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class RealDriver:
         self._record = _function(quick.cuEventRecord, handle, handle)
         self._query = _function(quick.cuEventQuery, handle)
         self._wait = _function(quick.cuStreamWaitEvent, handle, handle, ctypes.c_uint)
-        self._copy = _function(library.cuMemcpyAsync, ctypes.c_uint64, ctypes.c_uint64, size, handle)
+        copied = (ctypes.c_uint64, ctypes.c_uint64, size, handle)
+        self._copy = _function(library.cuMemcpyAsync, *copied)
+        self._quick_copy = _function(quick.cuMemcpyAsync, *copied)
         try:
             self._call("cuInit", 0)
         except NoDriver as problem:
@@ -209,7 +211,11 @@ class RealDriver:
     def finish(self) -> None:
         self._call("cuCtxSynchronize")
 
-    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, room: bool = False) -> None:
+        if room and self._pins.whole(src, nbytes):
+            if code := self._quick_copy(dst, src, nbytes, stream):
+                self._refuse("cuMemcpyAsync", code)
+            return
         for offset, size in cut(self._pins, dst, src, nbytes) or ((0, nbytes),):
             if code := self._copy(dst + offset, src + offset, size, stream):
                 self._refuse("cuMemcpyAsync", code)

@@ -15,8 +15,9 @@ from tests.cuda.rig import MIB, Host, Rig
 SIZE = 8 * MIB
 
 
+@pytest.mark.parametrize("room", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_copies_of_any_size_between_any_addresses(rig: Rig, seed: int) -> None:
+def test_copies_of_any_size_between_any_addresses(rig: Rig, seed: int, room: bool) -> None:
     """H2D, D2D and D2H in a row on one stream; nothing beside the range is touched."""
     rng = random.Random(seed)
     driver = rig.driver
@@ -33,15 +34,16 @@ def test_copies_of_any_size_between_any_addresses(rig: Rig, seed: int) -> None:
             data = rng.randbytes(nbytes)
             source.view[at[0] : at[0] + nbytes] = data
             target.view[:] = bytes(len(target.view))
-            driver.copy(one + at[1], source.address + at[0], nbytes, stream)
-            driver.copy(two + at[2], one + at[1], nbytes, stream)
-            driver.copy(target.address + at[3], two + at[2], nbytes, stream)
+            driver.copy(one + at[1], source.address + at[0], nbytes, stream, room)
+            driver.copy(two + at[2], one + at[1], nbytes, stream, room)
+            driver.copy(target.address + at[3], two + at[2], nbytes, stream, room)
             rig.finish(stream)
             assert target.view[at[3] : at[3] + nbytes] == data
             assert not any(target.view[: at[3]]) and not any(target.view[at[3] + nbytes :])
 
 
-def test_order_within_a_stream(rig: Rig) -> None:
+@pytest.mark.parametrize("room", [False, True])
+def test_order_within_a_stream(rig: Rig, room: bool) -> None:
     """A slot is written, copied on, and written again, all before any of it is done."""
     driver = rig.driver
     with (
@@ -53,8 +55,8 @@ def test_order_within_a_stream(rig: Rig) -> None:
         with rig.blocked(stream):
             for number in range(64):
                 source.view[number * 4096 : (number + 1) * 4096] = bytes([number + 1]) * 4096
-                driver.copy(slot, source.address + number * 4096, 4096, stream)
-                driver.copy(results + number * 4096, slot, 4096, stream)
+                driver.copy(slot, source.address + number * 4096, 4096, stream, room)
+                driver.copy(results + number * 4096, slot, 4096, stream, room)
         rig.finish(stream)
         assert rig.read(results, 64 * 4096) == bytes(source.view)
 
@@ -170,25 +172,27 @@ def test_many_loads_on_two_streams_behind_one_reader(rig: Rig) -> None:
             driver.destroy_event(event)
 
 
-def test_pinned_memory_is_read_when_the_copy_is_done_and_other_memory_at_once(rig: Rig) -> None:
+@pytest.mark.parametrize("room", [False, True])
+def test_pinned_memory_is_read_when_the_copy_is_done_and_other_memory_at_once(rig: Rig, room: bool) -> None:
     driver = rig.driver
     with rig.memory(SIZE) as slot, rig.stream() as stream, rig.pinned(4096) as host:
         host.view[:] = b"\x01" * 4096
         with rig.blocked(stream):
-            driver.copy(slot, host.address, 4096, stream)
+            driver.copy(slot, host.address, 4096, stream, room)
             host.view[:] = b"\x02" * 4096
         rig.finish(stream)
         assert rig.read(slot, 4096) == b"\x02" * 4096
         data = bytearray(b"\x03" * 4096)
-        driver.copy(slot, ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data), stream)
+        driver.copy(slot, ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data), stream, room)
         data[:] = b"\x04" * 4096
         rig.finish(stream)
         assert rig.read(slot, 4096) == b"\x03" * 4096
-        driver.copy(ctypes.addressof(ctypes.c_char.from_buffer(data)), slot, len(data), stream)
+        driver.copy(ctypes.addressof(ctypes.c_char.from_buffer(data)), slot, len(data), stream, room)
         assert data == b"\x03" * 4096  # written before the call returned
 
 
-def test_pinning_in_pieces(rig: Rig) -> None:
+@pytest.mark.parametrize("room", [False, True])
+def test_pinning_in_pieces(rig: Rig, room: bool) -> None:
     """Copies across pieces, and out of them into memory that is not pinned, are whole."""
     driver, piece = rig.driver, MIB
     with Host(5 * piece) as host, rig.memory(SIZE) as slot, rig.stream() as stream:
@@ -200,11 +204,11 @@ def test_pinning_in_pieces(rig: Rig) -> None:
         assert refused.value.code == "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
         data = random.Random(6).randbytes(host.nbytes)
         host.view[:] = data
-        driver.copy(slot, host.address, host.nbytes, stream)
+        driver.copy(slot, host.address, host.nbytes, stream, room)
         rig.finish(stream)
         assert rig.read(slot, host.nbytes) == data
         host.view[:] = bytes(host.nbytes)
-        driver.copy(host.address + 7, slot + 7, host.nbytes - 14, stream)
+        driver.copy(host.address + 7, slot + 7, host.nbytes - 14, stream, room)
         rig.finish(stream)
         assert host.view[7:-7] == data[7:-7]
         for address in pinned:
