@@ -159,8 +159,9 @@ def measure(shop: Workshop, sizes: tuple[float, ...], takes: int, say: Any) -> l
                 say(f"rows: {mb:g} MB, {way}")
                 for load in (False, True):
                     times: list[int] = []
-                    wrong, warm = 0, WARM
-                    while len(times) < takes // 2:
+                    # Tens of milliseconds each, which a few show as well as many.
+                    wrong, warm, most = (0, 1, takes // 8) if way == SHARED else (0, WARM, takes // 2)
+                    while len(times) < most:
                         found, bad = scheduler.call("measure", way, sender.call("messages", way), load)
                         wrong += bad
                         if warm:
