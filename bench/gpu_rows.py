@@ -9,6 +9,7 @@ are as cold as they are there, and for ours 200 more features a second that arri
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from . import gpu_sglang, stats
@@ -20,6 +21,8 @@ OURS = "broker"
 #: Different features in turn, as many as in the loop, and how many more a second arrive under load. The first few takes
 #: of a turn cost more, in every way: their code and data are in no cache of a core that has slept.
 FEATURES, RATE = 32, 200.0
+#: Rounds before the first that counts.
+WARM = 4
 
 
 class RowEngine(Engine):
@@ -42,40 +45,61 @@ class RowEngine(Engine):
         return times, hosts
 
 
+class _Ours:
+    """A broker with an engine on the GPU, and rounds of first takes."""
+
+    def __init__(self, shop: Workshop, stack: ExitStack, mib: int, settings: dict[str, Any]) -> None:
+        broker = stack.enter_context(shop.broker(gpu=uuid(), host_mib=mib, device_mib=mib, **settings))
+        self._engine, self._feeder, self._more = (
+            stack.enter_context(shop.worker(name).make(kind, broker.path, *names))
+            for name, kind, *names in (("engine", RowEngine, "engine"), ("feeder", Feeder), ("more", Feeder))
+        )
+
+    def load(self, mb: float) -> None:
+        self._feeder.call("load", mb, FEATURES)
+        self._more.call("load", mb, 4)
+
+    def round(self, load: bool) -> tuple[list[int], int]:
+        """Nanoseconds of each feature, and how many were not on the device."""
+        if load:
+            self._more.call("begin", "engine", RATE)
+        refs = self._feeder.call("grant", "engine")
+        found: tuple[list[int], int] = self._engine.call("take", refs, load)
+        self._feeder.call("drop")
+        if load:
+            self._more.call("end")
+        self._engine.call("emptied")
+        return found
+
+
 def measure(
     shop: Workshop, sizes: tuple[float, ...], takes: int, sglang: bool, settings: dict[str, Any], say: Any
 ) -> list[dict[str, Any]]:
-    """A line for each size, way and load."""
+    """A line for each size, way and load. The ways take turns, so that a machine's slow minutes fall on all of them."""
     lines: list[dict[str, Any]] = []
-    arena = round(FEATURES * sum(sizes) * 2.2 + 256)
-    with (
-        shop.broker(gpu=uuid(), host_mib=arena, device_mib=arena, **settings) as broker,
-        shop.worker("engine").make(RowEngine, broker.path, "engine") as engine,
-        shop.worker("feeder").make(Feeder, broker.path) as feeder,
-        shop.worker("more").make(Feeder, broker.path) as more,
-    ):
+    with ExitStack() as stack:
+        ours = _Ours(shop, stack, round(FEATURES * sum(sizes) * 2.2 + 256), settings)
+        theirs = gpu_sglang.Rounds(shop, stack) if sglang else None
         for mb in sizes:
-            feeder.call("load", mb, FEATURES)
-            more.call("load", mb, 4)
+            ours.load(mb)
+            if theirs is not None:
+                theirs.load(mb)
             for load in (False, True):
                 say(f"rows: {mb:g} MB, {'under load' if load else 'idle'}")
-                if load:
-                    more.call("begin", "engine", RATE)
-                times: list[int] = []
-                hosts, warm = 0, gpu_sglang.WARM
-                while len(times) < takes:
-                    refs = feeder.call("grant", "engine")
-                    found, missing = engine.call("take", refs, load)
-                    feeder.call("drop")
-                    if warm:
-                        warm -= 1
-                    else:
-                        times += found
-                        hosts += missing
-                if load:
-                    more.call("end")
-                engine.call("emptied")
-                lines.append({"mb": mb, "way": OURS, "load": load, "not_on_device": hosts, **stats.us(times)})
-    if sglang:
-        lines += gpu_sglang.measure(shop, sizes, takes, say)
-    return lines
+                times: dict[str, list[int]] = {OURS: []}
+                wrong: dict[str, int] = {OURS: 0}
+                number = -WARM
+                while len(times[OURS]) < takes:
+                    turn = {OURS: ours.round(load)}
+                    if theirs is not None:
+                        turn |= {way: theirs.round(way, load) for way in gpu_sglang.turn(number + WARM)}
+                    if number >= 0:
+                        for way, (found, bad) in turn.items():
+                            times.setdefault(way, []).extend(found)
+                            wrong[way] = wrong.get(way, 0) + bad
+                    number += 1
+                for way, found in times.items():
+                    what = "not_on_device" if way == OURS else "wrong"
+                    lines.append({"mb": mb, "way": way, "load": load, what: wrong[way], **stats.us(found)})
+    order = [OURS, *gpu_sglang.WAYS]
+    return sorted(lines, key=lambda line: (order.index(line["way"]) > 0, sizes.index(line["mb"])))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pickle
 import time
 import warnings
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from . import stats, ways
+from . import ways
 from .gpu_loop import GpuWork
 from .processes import Workshop
 
@@ -22,8 +23,6 @@ SHARED = "cpu (ShmPointerMMData)"
 WAYS = (CACHED, UNCACHED, HASHED, HASH, SHARED)
 #: Its pool, in bytes, and how many features are under way in a round.
 POOL, FEATURES = 4 << 30, 32
-#: Rounds before the first that counts.
-WARM = 4
 
 
 def _modules() -> tuple[Any, Any]:
@@ -145,28 +144,27 @@ def missing(shop: Workshop) -> str:
     return why
 
 
-def measure(shop: Workshop, sizes: tuple[float, ...], takes: int, say: Any) -> list[dict[str, Any]]:
-    """A line for each size, way and load."""
-    lines = []
-    with (
-        shop.worker("sglang-worker").make(Sender) as sender,
-        shop.worker("sglang-scheduler").make(Scheduler) as scheduler,
-    ):
-        for mb in sizes:
-            sender.call("load", mb)
-            scheduler.call("load", mb)
-            for way in WAYS:
-                say(f"rows: {mb:g} MB, {way}")
-                for load in (False, True):
-                    times: list[int] = []
-                    # Tens of milliseconds each, which a few show as well as many.
-                    wrong, warm, most = (0, 1, takes // 8) if way == SHARED else (0, WARM, takes // 2)
-                    while len(times) < most:
-                        found, bad = scheduler.call("measure", way, sender.call("messages", way), load)
-                        wrong += bad
-                        if warm:
-                            warm -= 1
-                        else:
-                            times += found
-                    lines.append({"mb": mb, "way": way, "load": load, "wrong": wrong, **stats.us(times)})
-    return lines
+def turn(number: int) -> list[str]:
+    """The ways that have a round beside a round of ours: half as many, and few of the one that takes longest."""
+    return [way for way in WAYS if number % (8 if way == SHARED else 2) == 0]
+
+
+class Rounds:
+    """A worker and a scheduler of SGLang's, and rounds of one way each."""
+
+    def __init__(self, shop: Workshop, stack: ExitStack) -> None:
+        self._sender, self._scheduler = (
+            stack.enter_context(shop.worker(f"sglang-{name}").make(kind))
+            for name, kind in (("worker", Sender), ("scheduler", Scheduler))
+        )
+
+    def load(self, mb: float) -> None:
+        for side in (self._sender, self._scheduler):
+            side.call("load", mb)
+
+    def round(self, way: str, load: bool) -> tuple[list[int], int]:
+        """Nanoseconds of each feature, and how many tensors were wrong."""
+        found: tuple[list[int], int] = self._scheduler.call(
+            "measure", way, self._sender.call("messages", way), load
+        )
+        return found

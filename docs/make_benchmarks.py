@@ -123,13 +123,24 @@ def round_trips(found: dict[str, Any]) -> Lines:
 
 def loop(found: dict[str, Any]) -> Lines:
     yield from table(
-        (">MB", ">a second", "transport", ">reached", ">slower %", "middle half"),
+        (
+            ">MB",
+            ">a second",
+            ">in a request",
+            "transport",
+            ">reached",
+            ">waits %",
+            ">slower %",
+            "middle half",
+        ),
         [
             (
                 f"{line['mb']:g}",
                 f"{line['asked_per_second']:g}",
+                str(line.get("together", 1)),
                 line["transport"],
                 f"{line['reached_per_second']:.0f}",
+                f"{100 * line['waited_us'] / line['iteration_us']:.1f}",
                 *(
                     (
                         f"{line['slowdown_percent']:.1f}",
