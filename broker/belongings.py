@@ -343,6 +343,8 @@ class Belongings:
             lease = watch()
             if lease is not None:
                 lease.abort()
+        for table in list(self.tables):
+            table.fence()  # to be passed once all readers are waited for
         for gpu in self._gpus.values():
             with suppress(DriverError):
                 gpu.await_copies()

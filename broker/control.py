@@ -200,7 +200,9 @@ class Control:
             self._dismiss(line, message.holds)
             return
         if line.dismissed:
-            if isinstance(message, Granted):
+            if (
+                isinstance(message, Granted) and not self._office.pressed()
+            ):  # else somebody waits for their end
                 message = Granted(message.grants, line.dismissed)
                 line.dismissed = []
             else:

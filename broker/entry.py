@@ -160,7 +160,8 @@ class Use:
         return built[0] if entry.single else built
 
     def _open(self, entry: Entry) -> list[torch.Tensor]:
-        """Tensors, which the receiver thread has made ready for the first use; they are read after their loading."""
+        """Tensors, which the receiver thread has made for the first use, unless that came at once; they are read after
+        their loading."""
         if entry.uses[id(self)] is PAUSED:
             entry.uses[id(self)] = None  # before it is looked where the feature is: see `Residence.park`
         try:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mmbroker")
 
-#: With fewer copies on their way, the next one never waits for the GPU. It takes about a thousand of one stream.
+#: With fewer loads on their way, the next one does not wait for the GPU: it takes about a thousand copies of a stream.
 _FEW: Final = 64
 
 

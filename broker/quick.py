@@ -14,12 +14,19 @@ import mmap
 from typing import Final
 
 import zmq
-from zmq.backend.cython import _zmq
 
 from mmbroker.proto.errors import InvalidMessage
 
-_library = ctypes.PyDLL(_zmq.__file__, use_errno=True)
-_send, _recv, _getsockopt = _library.zmq_send, _library.zmq_recv, _library.zmq_getsockopt
+try:
+    from zmq.backend.cython import _zmq
+
+    _library = ctypes.PyDLL(_zmq.__file__, use_errno=True)
+    _send, _recv, _getsockopt = _library.zmq_send, _library.zmq_recv, _library.zmq_getsockopt
+except (ImportError, AttributeError, OSError) as problem:
+    raise ImportError(
+        f"ZeroMQ's functions cannot be found behind pyzmq {zmq.pyzmq_version()} ({problem}): mmbroker needs pyzmq as "
+        "its wheels for CPython are, `pip install --force-reinstall pyzmq`"
+    ) from problem
 _send.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
 _recv.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _getsockopt.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
@@ -36,7 +43,9 @@ class Quick:
         """`most`: bytes of the longest message that is received."""
         self._pointer = ctypes.c_void_p(socket.underlying)
         self._most = most
-        room = mmap.mmap(-1, most)  # pages that nothing was ever received into are none
+        room = mmap.mmap(
+            -1, most, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )  # only what is written to takes memory
         self._room = memoryview(room)
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(room))
         self._found = ctypes.c_int()
@@ -45,14 +54,16 @@ class Quick:
 
     def send(self, data: bytes) -> bool:
         """False: there is no room for it now."""
-        return bool(_send(self._pointer, data, len(data), _NOBLOCK) >= 0 or self._refused())
+        while _send(self._pointer, data, len(data), _NOBLOCK) < 0:
+            if not self._interrupted():
+                return False
+        return True
 
     def recv(self) -> bytes | None:
         """None: nothing has come; then the socket's descriptor becomes readable when something has."""
-        size = _recv(self._pointer, self._start, self._most, _NOBLOCK)
-        if size < 0:
-            self._refused()
-            return None
+        while (size := _recv(self._pointer, self._start, self._most, _NOBLOCK)) < 0:
+            if not self._interrupted():
+                return None
         if size > self._most:
             raise InvalidMessage(
                 f"a broker message of {size} bytes exceeds the limit of {self._most}",
@@ -63,13 +74,13 @@ class Quick:
 
     def events(self) -> int:
         """What may be done now, as `zmq.EVENTS`."""
-        if _getsockopt(self._pointer, _EVENTS, *self._asked) < 0:
-            self._refused()
+        while _getsockopt(self._pointer, _EVENTS, *self._asked) < 0:
+            self._interrupted()
         return self._found.value
 
-    def _refused(self) -> bool:
-        """Raises, unless it is only that the socket was not ready."""
+    def _interrupted(self) -> bool:
+        """Whether the last call is to be repeated, or (False) the socket was not ready. Else raises."""
         code = ctypes.get_errno()
         if code not in (errno.EAGAIN, errno.EINTR):
             raise zmq.ZMQError(code)
-        return False
+        return code == errno.EINTR

@@ -96,6 +96,10 @@ class Residence:
         long as ten more. A scheduler that takes the entry before that makes its own."""
         self._unready.append(entry)
 
+    def make_none_ready(self) -> None:
+        """Nobody takes any more. From any thread."""
+        self._unready.clear()
+
     def _make_ready(self) -> None:
         unready, self._unready = self._unready, []
         for entry in unready:
@@ -186,18 +190,21 @@ class Residence:
 
     # --- who still reads --------------------------------------------------------------------------------------------
 
-    def fence(self, entries: Iterable[Entry], gpu: Gpu) -> None:
-        """Find out where the reading of entries ends that nobody uses: one event a stream for all of them.
+    def fence(self, entries: Iterable[Entry], gpu: Gpu) -> bool:
+        """Find out where the reading of entries ends that nobody uses: one event a stream for all of them. False if
+        that was known of all.
 
         First it is collected which streams have read them, and only then the events are recorded: behind every release.
         """
         read: list[tuple[Entry, dict[int, None]]] = []
+        drained = False
         for entry in entries:
             if entry.kept:
                 continue
             if entry.outlived:  # in whatever stream the tensors that outlived their uses were read
                 entry.outlived = False
                 entry.fences.append(gpu.drain())
+                drained = True
             if entry.streams:
                 streams, entry.streams = entry.streams, {}
                 read.append((entry, streams))
@@ -211,6 +218,7 @@ class Residence:
                 fences[stream] = gpu.drain()
         for entry, streams in read:
             entry.fences += [fences[stream] for stream in streams]
+        return drained or bool(read)
 
     def _complain(self, what: str, error: Exception) -> None:
         """At most once a minute."""

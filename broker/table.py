@@ -64,8 +64,8 @@ _FULL_WATCH: Final = (0.5, 8.0)
 _DEVICE_WATCH: Final = 0.01
 #: And at what was dismissed alone, for the second time.
 _SECOND_LOOK: Final = 0.001
-#: How long what was dismissed with grants waits for more of it, in nanoseconds: nobody waits for what it frees, and to
-#: find out that nothing reads it any more takes this thread as long as a grant does.
+#: How long what was dismissed with grants waits for more of it, in nanoseconds. Nobody waited for what it frees when
+#: they were sent, and to find out that nothing reads it any more takes this thread as long as a grant does.
 _TOGETHER: Final = 15_000_000
 
 
@@ -104,7 +104,7 @@ class FeatureTable:
         self._lost: list[tuple[float, int]] = []  # when entries of which session expire
         self._buffers = BufferPool()
         self._pause = _WATCH[0]
-        self._next_look = 0  # when what is over is looked at; sooner if somebody may wait for it
+        self._next_look = 0  # when what is over is looked at, as `time.perf_counter_ns` has it
         self._open = True
         self._next_try = math.inf  # when to look whether the device has room for us
         self._try_pause = _FULL_WATCH[0]
@@ -250,13 +250,14 @@ class FeatureTable:
             raise
         finally:
             self._withdraw(list(self._entries))
-            self._next_look = 0
-            self._link.wake()
+            self._residence.make_none_ready()
+            self._link.wake()  # from now on each of the chores looks
 
     # --- the receiver thread ----------------------------------------------------------------------------------------
 
     def granted(self, grants: list[Grant], dismissed: Sequence[int] = ()) -> None:
-        """Make entries, and say so. What was dismissed with them is settled by the same word, if it can be."""
+        """Make entries, and say so. What was dismissed with them or before is settled by the same word, if it is time
+        to look at it, and it can be."""
         if self._quiet or self._put_off:
             # What was put off comes first, and what of it is dismissed never comes.
             self._put_off += grants
@@ -290,7 +291,7 @@ class FeatureTable:
         settled: list[int] = []
         if started >= self._next_look and self._over:
             settled = self._settle(started)
-            self._fence()  # what is left, to be passed by the next look
+            self.fence()  # what is left, to be passed by the next look
         self._build_ns += time.perf_counter_ns() - started
         self._watch_soon()
         self._link.cast(Ack(acked, failed, reason, settled, loaded))
@@ -346,8 +347,8 @@ class FeatureTable:
         self._watch_soon()
         if any(entry.fences for entry in list(self._over)):
             # No grant came with them: perhaps because somebody waits for what they free. A fence takes a moment to be
-            # passed, also in a stream that has nothing to do.
-            self._next_look = 0
+            # passed, also in a stream that has nothing to do. Whoever comes then looks; whoever comes before does not.
+            self._next_look = min(self._next_look, time.perf_counter_ns() + int(_SECOND_LOOK * 1e9))
             self._link.hasten(_SECOND_LOOK)
 
     def _watch_soon(self) -> None:
@@ -366,20 +367,23 @@ class FeatureTable:
                 entry.ready.clear()
                 self._over.append(entry)
 
-    def _fence(self) -> None:
-        """Find out where what has read the entries that are over comes to its end."""
+    def fence(self) -> bool:
+        """Find out where what has read the entries that are over comes to its end; False: that is known already."""
         gpu = self._residence.gpu
-        if gpu is not None and self._over and not gpu.quiet:
-            self._residence.fence([entry for entry in list(self._over) if not entry.uses], gpu)
+        if gpu is None or not self._over or gpu.quiet:
+            return False
+        return self._residence.fence([entry for entry in list(self._over) if not entry.uses], gpu)
 
-    def _let_go(self) -> None:
+    def _let_go(self) -> bool:
+        """True if something has come to its end, or will in a moment."""
         loaded = self._loaded()
-        self._fence()
+        fenced = self.fence()
         settled = self._settle(time.perf_counter_ns())
         if loaded:
             self._link.cast(Loaded(loaded))
         if settled:
             self._link.cast(Settle(settled))
+        return fenced or bool(settled)
 
     def _loaded(self) -> list[int]:
         """The holds whose copies to the device are complete by now. The broker is to be told of them before it is told
@@ -435,11 +439,9 @@ class FeatureTable:
                 self._withdraw(expired)
                 self._next_look = 0
         self._buffers.trim(now)
-        moved = False
-        if look := time.perf_counter_ns() >= self._next_look:
-            before = self._settled
-            self._let_go()
-            moved = self._settled > before
+        look = not self._open or time.perf_counter_ns() >= self._next_look
+        before = self._settled
+        moved = (self._let_go() if look else False) or self._settled > before
         unfinished = bool(self._over) or self._residence.unfinished
         self._pause = _WATCH[0] if moved or not (look and unfinished) else min(self._pause * 2, _WATCH[1])
         pause = self._pause if unfinished else _REST
@@ -506,6 +508,7 @@ class FeatureTable:
 
     def end(self) -> None:
         """Nobody receives for this table any more."""
+        self._residence.make_none_ready()
         for entry in (*self._entries.values(), *self._over):
             entry.let_go()
 

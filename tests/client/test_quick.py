@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
+import mmbroker.quick
 from mmbroker.proto.errors import InvalidMessage
 from mmbroker.quick import Quick
 
@@ -115,6 +120,49 @@ def test_a_socket_whose_context_has_ended() -> None:
     finally:
         socket.close()
         ending.join(20)
+
+
+def test_a_call_that_a_signal_interrupts_is_repeated(
+    pair: tuple[zmq.Socket[bytes], zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would tell again of a message that is there already."""
+    ours, theirs = pair
+    quick = Quick(ours, MOST)
+    interrupted: list[str] = []
+
+    def interrupt(name: str) -> None:
+        real = getattr(mmbroker.quick, name)
+
+        def once(*args: Any) -> int:
+            if name not in interrupted:
+                interrupted.append(name)
+                ctypes.set_errno(errno.EINTR)
+                return -1
+            return int(real(*args))
+
+        monkeypatch.setattr(mmbroker.quick, name, once)
+
+    theirs.send(b"here")
+    arrived(ours)
+    for name in ("_send", "_recv", "_getsockopt"):
+        interrupt(name)
+    assert quick.events() & zmq.POLLIN
+    assert quick.recv() == b"here"
+    assert quick.send(b"there")
+    assert theirs.recv() == b"there"
+    assert interrupted == ["_getsockopt", "_recv", "_send"]
+
+
+def test_a_pyzmq_without_its_library_is_told() -> None:
+    code = (
+        "import sys, zmq.backend.cython as found\n"
+        "del found._zmq\n"
+        "sys.modules['zmq.backend.cython._zmq'] = None\n"
+        "import mmbroker.quick"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 1
+    assert "pip install --force-reinstall pyzmq" in told.stderr
 
 
 def test_the_lock_is_kept(pair: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]) -> None:

@@ -214,11 +214,74 @@ def test_what_is_dismissed_with_grants_is_looked_at_together(
         one.drop()
 
 
-def test_what_is_dismissed_alone_waits_for_nothing(faked: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Perhaps somebody waits for what it frees: it is looked at again in a moment, until it is settled."""
-    monkeypatch.setattr("mmbroker.table._TOGETHER", 3600 * 10**9)
+def test_what_is_dismissed_alone_is_looked_at_again_in_a_moment(
+    faked: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Perhaps somebody waits for what it frees. Whoever looks before that moment does not put it off."""
     table = faked.attach()
-    held = faked.client.put(block(0.1), to="a")
-    faked.read_on_device(table, held, block(0.1))
-    held.drop()
+    held = [faked.client.put(block(0.1, seed=seed), to="a") for seed in range(2)]
+    for seed, one in enumerate(held):
+        faked.read_on_device(table, one, block(0.1, seed=seed))
+    monkeypatch.setattr("mmbroker.table._TOGETHER", 3600 * 10**9)
+    monkeypatch.setattr("mmbroker.table._SECOND_LOOK", 60.0)
+
+    def dismissed() -> int:
+        with faked.driven.fake.engine.held():  # no fence is passed
+            table.dismissed([held[0].ref.hold])
+            table.granted([], [held[1].ref.hold])
+            table.chores(time.monotonic())
+            return table._next_look
+
+    due = table._link.run(dismissed, PATIENCE)
+    assert 0 < due - time.perf_counter_ns() <= 60 * 10**9
+    assert table.stats()["unsettled"] == 2
+    monkeypatch.setattr("mmbroker.table._TOGETHER", 0)
+    table._next_look = 0
+    table._link.wake()
     faked.settled(table)
+    for one in held:
+        one.drop()
+
+
+def test_chores_that_make_a_fence_look_soon_whether_it_is_passed(faked: Bench) -> None:
+    """However long nothing had moved before, because another feature stays in use."""
+    table = faked.attach()
+    held = [faked.client.put(block(0.1, seed=seed), to="a") for seed in range(2)]
+    faked.read_on_device(table, held[1], block(0.1, seed=1))
+    with table.take(held[0].ref) as use:
+        assert use.tensor is not None
+
+        def entry(one: mmbroker.Held) -> tuple[bytes, int]:
+            return one.ref.boot, one.ref.hold
+
+        def chores() -> list[float]:
+            table._withdraw([entry(held[0])])
+            pauses = []
+            with faked.driven.fake.engine.held():
+                for word in ("nothing", "a fence", "nothing"):
+                    if word == "a fence":
+                        table._withdraw([entry(held[1])])
+                    table._pause, table._next_look = 0.16, 0
+                    pauses.append(table.chores(time.monotonic()))
+            return pauses
+
+        assert table._link.run(chores, PATIENCE) == [0.32, 0.02, 0.32]
+    faked.settled(table)
+    for one in held:
+        one.drop()
+
+
+@pytest.mark.parametrize("first", ["table", "client"])
+def test_what_was_released_is_given_back_by_whatever_is_closed(faked: Bench, first: str) -> None:
+    """The producer still holds it. Its process would have to end for the rest."""
+    for number in range(3):
+        client = faked.connect(f"closed {number}")
+        table = client.attach(engine=f"closed {number}", device="cuda:0", access="readonly")
+        held = faked.client.put(block(0.5, seed=number), to=f"closed {number}")
+        assert faked.reads(table, held, block(0.5, seed=number)) in (True, False)
+        if first == "table":
+            table.close()
+        client.close()
+        assert table.stats()["unsettled"] == 0
+        held.drop()
+    assert faked.broker.status()["ghosts"] == []

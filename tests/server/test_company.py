@@ -187,6 +187,25 @@ def test_holds_that_end_in_one_go_while_somebody_waits_for_room(
         rank.cast(m.Settle(told))
 
 
+def test_they_do_not_travel_with_a_grant_while_somebody_waits_for_room(
+    start_broker: Callable[..., BrokerProcess],
+) -> None:
+    """A rank looks at what it is told alone at once, and at the rest when it is convenient."""
+    with full(start_broker, PATIENT) as (_, rank, producer):
+        for _ in range(4):
+            first = hold(producer, rank, b"small")
+            producer.cast(m.Drop([first]))
+            seq = ask_for(producer, b"small")
+            told = rank.notice(m.Dismissed).holds
+            assert told == [first]
+            granted = rank.notice(m.Granted)
+            assert granted.dismissed == []
+            rank.cast(m.Ack([granted.grants[0].ref.hold], settled=told))
+            assert isinstance(producer.answer(seq), m.Found)
+            producer.cast(m.Drop([granted.grants[0].ref.hold]))
+            rank.cast(m.Settle(rank.notice(m.Dismissed).holds))
+
+
 def test_they_stop_waiting_when_somebody_waits_for_room(start_broker: Callable[..., BrokerProcess]) -> None:
     broker = start_broker(host_mib=8, segment_mib=8, prefix=[sys.executable, "-c", PATIENT])
     with RawClient(broker.directory) as rank, RawClient(broker.directory) as producer:

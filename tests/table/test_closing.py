@@ -50,6 +50,22 @@ def test_granted_before_the_broker_knows(
         eventually(lambda: not broker.status()["holds"], "nothing left")
 
 
+def test_released_after_it_was_closed(broker: BrokerProcess) -> None:
+    """And then the client is closed, at once: all is given back, though the producer still holds it."""
+    with mmbroker.connect(broker.directory) as client:
+        for n in range(3):
+            engine = mmbroker.connect(broker.directory)
+            table = engine.attach(engine="a", access="readonly")
+            held = client.put(torch.full((9,), n), to="a")
+            use = table.take(held.ref)
+            table.close()
+            use.release()
+            engine.close()
+            assert table.stats()["unsettled"] == 0
+            held.drop()
+        assert broker.status()["ghosts"] == []
+
+
 @pytest.mark.parametrize("when", ["amid", "after"])
 def test_closed_while_it_is_attached_anew(
     broker: BrokerProcess, when: str, monkeypatch: pytest.MonkeyPatch
