@@ -98,7 +98,7 @@ def test_a_tensor_is_made_ahead_of_its_take(bench: Bench, monkeypatch: pytest.Mo
     receiver, here = "mmbroker-receiver", threading.current_thread().name
     feature = block(0.5, seed=1)
     with bench.client.put(feature, to="a") as held:
-        eventually(lambda: makers == [receiver], "a tensor, made ahead")
+        eventually(lambda: table._entries[held.ref.boot, held.ref.hold].ready, "a tensor, made ahead")
         with table.take(held.ref) as use:
             assert same(use.tensor.cpu(), feature)
             assert makers == [receiver]
