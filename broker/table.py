@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -38,6 +37,7 @@ from mmbroker.proto.reference import Reference
 
 from . import mapping, spans
 from .buffers import BufferPool
+from .endings import Endings
 from .entry import Entry, Key, Use
 from .gpu import Gpu
 from .path import PATIENCE, Path, again, choose, spell_out
@@ -62,11 +62,6 @@ _FULL_WATCH: Final = (0.5, 8.0)
 #: And at copies to the device that are not done. A reader waits for them on the GPU; other ranks wait for our word, but
 #: mostly there are none, and each look takes turns with the scheduler. The next message brings one anyway.
 _DEVICE_WATCH: Final = 0.01
-#: And at what was dismissed alone, for the second time.
-_SECOND_LOOK: Final = 0.001
-#: How long what was dismissed with grants waits for more of it, in nanoseconds. Nobody waited for what it frees when
-#: they were sent, and to find out that nothing reads it any more takes this thread as long as a grant does.
-_TOGETHER: Final = 15_000_000
 
 
 class FeatureTable:
@@ -100,16 +95,15 @@ class FeatureTable:
         self._link = link
         self._entries: dict[Key, Entry] = {}
         self._boots: dict[bytes, None] = {link.boot: None}
-        self._over: deque[Entry] = deque()  # out of the table, but still in use, or a tensor of it alive
         self._lost: list[tuple[float, int]] = []  # when entries of which session expire
         self._buffers = BufferPool()
+        self._endings = Endings(link, self._residence, self._buffers)
         self._pause = _WATCH[0]
-        self._next_look = 0  # when what is over is looked at, as `time.perf_counter_ns` has it
         self._open = True
         self._next_try = math.inf  # when to look whether the device has room for us
         self._try_pause = _FULL_WATCH[0]
         self._takes = self._misses = self._stale = 0
-        self._acks = self._failed = self._settled = self._expired = self._bytes_copied = self._build_ns = 0
+        self._acks = self._failed = self._expired = self._bytes_copied = self._build_ns = 0
 
     # --- schedulers -------------------------------------------------------------------------------------------------
 
@@ -210,7 +204,7 @@ class FeatureTable:
         """Counters since the start, and how things stand now: entries, idle, busy, unsettled, kept."""
         entries = list(self._entries.values())
         busy = sum(1 for entry in entries if entry.uses)
-        over = list(self._over)
+        over = list(self._endings)
         return {
             "entries": len(entries),
             "idle": len(entries) - busy,
@@ -222,7 +216,7 @@ class FeatureTable:
             "stale": self._stale,
             "acks": self._acks,
             "failed": self._failed,
-            "settled": self._settled,
+            "settled": self._endings.settled,
             "expired": self._expired,
             "bytes_copied": self._bytes_copied,
             "build_us": self._build_ns // 1000,
@@ -289,9 +283,9 @@ class FeatureTable:
             _log.warning("mmbroker: %d grant(s) to engine %s failed: %s", len(failed), self.engine, reason)
         loaded = self._loaded()  # first: what is on its way cannot be settled
         settled: list[int] = []
-        if started >= self._next_look and self._over:
-            settled = self._settle(started)
-            self.fence()  # what is left, to be passed by the next look
+        if self._endings and self._endings.due(started):
+            settled = self._endings.settle(started)
+            self._endings.fence()  # what is left, to be passed by the next look
         self._build_ns += time.perf_counter_ns() - started
         self._watch_soon()
         self._link.cast(Ack(acked, failed, reason, settled, loaded))
@@ -345,17 +339,13 @@ class FeatureTable:
             self._link.cast(Settle(list(unheard)))
         self._let_go()
         self._watch_soon()
-        if any(entry.fences for entry in list(self._over)):
-            # No grant came with them: perhaps because somebody waits for what they free. A fence takes a moment to be
-            # passed, also in a stream that has nothing to do. Whoever comes then looks; whoever comes before does not.
-            self._next_look = min(self._next_look, time.perf_counter_ns() + int(_SECOND_LOOK * 1e9))
-            self._link.hasten(_SECOND_LOOK)
+        self._endings.look_again()  # no grant came with them: perhaps because somebody waits for what they free
 
     def _watch_soon(self) -> None:
         """Have the chores look after what cannot be finished now, unless another message comes before."""
         if self._residence.gpu is not None:
             self._link.hasten(_DEVICE_WATCH if self._residence.loading else _WATCH[0])
-        elif self._over:
+        elif self._endings:
             self._link.hasten(_WATCH[0])
 
     def _withdraw(self, keys: list[Key]) -> None:
@@ -365,49 +355,29 @@ class FeatureTable:
             if entry is not None:
                 entry.gone = True
                 entry.ready.clear()
-                self._over.append(entry)
+                self._endings.add(entry)
 
-    def fence(self) -> bool:
-        """Find out where what has read the entries that are over comes to its end; False: that is known already."""
-        gpu = self._residence.gpu
-        if gpu is None or not self._over or gpu.quiet:
-            return False
-        return self._residence.fence([entry for entry in list(self._over) if not entry.uses], gpu)
+    def fence(self) -> None:
+        """Find out where what has read the entries that are over comes to its end."""
+        self._endings.fence()
 
     def _let_go(self) -> bool:
         """True if something has come to its end, or will in a moment."""
+        before = self._endings.settled
         loaded = self._loaded()
-        fenced = self.fence()
-        settled = self._settle(time.perf_counter_ns())
+        fenced = self._endings.fence()
+        settled = self._endings.settle(time.perf_counter_ns())
         if loaded:
             self._link.cast(Loaded(loaded))
         if settled:
             self._link.cast(Settle(settled))
-        return fenced or bool(settled)
+        return fenced or self._endings.settled > before  # those of lost sessions, too
 
     def _loaded(self) -> list[int]:
         """The holds whose copies to the device are complete by now. The broker is to be told of them before it is told
         that they are settled."""
         gpu = self._residence.gpu
         return self._residence.loaded(gpu) if gpu is not None and gpu.busy and not gpu.quiet else []
-
-    def _settle(self, now: int) -> list[int]:
-        """Let go of what is over and can no longer be touched: the holds that the broker is to be told of. `now`: as
-        `time.perf_counter_ns` has it."""
-        self._next_look = now + _TOGETHER
-        over, session, untouchable = self._over, self._link.session, self._residence.untouchable
-        settled: list[int] = []
-        for _ in range(len(over)):
-            entry = over.popleft()
-            if not untouchable(entry):
-                over.append(entry)
-                continue
-            self._settled += 1
-            if entry.session == session:
-                settled.append(entry.ref.hold)
-            if entry.buffer is not None and not entry.private:
-                self._buffers.give(entry.buffer, time.monotonic())
-        return settled
 
     def _device_chores(self, gpu: Gpu) -> None:
         """Make up for what was put off, and see that everything is where it should be."""
@@ -437,12 +407,11 @@ class FeatureTable:
                 expired = [entry.key for entry in list(self._entries.values()) if entry.session == session]
                 self._expired += len(expired)
                 self._withdraw(expired)
-                self._next_look = 0
+                self._endings.hasten()
         self._buffers.trim(now)
-        look = not self._open or time.perf_counter_ns() >= self._next_look
-        before = self._settled
-        moved = (self._let_go() if look else False) or self._settled > before
-        unfinished = bool(self._over) or self._residence.unfinished
+        look = not self._open or self._endings.due(time.perf_counter_ns())
+        moved = self._let_go() if look else False
+        unfinished = bool(self._endings) or self._residence.unfinished
         self._pause = _WATCH[0] if moved or not (look and unfinished) else min(self._pause * 2, _WATCH[1])
         pause = self._pause if unfinished else _REST
         return min(pause, _DEVICE_WATCH) if self._residence.loading and not self._quiet else pause
@@ -503,15 +472,15 @@ class FeatureTable:
 
     def touches(self, session: int) -> bool:
         """Can anything of a session that is over still be read here?"""
-        entries = [*self._entries.values(), *self._over]
+        entries = [*self._entries.values(), *self._endings]
         return any(entry.session == session for entry in entries)
 
     def end(self) -> None:
         """Nobody receives for this table any more."""
         self._residence.make_none_ready()
-        for entry in (*self._entries.values(), *self._over):
+        for entry in (*self._entries.values(), *self._endings):
             entry.let_go()
 
     @property
     def empty(self) -> bool:
-        return not (self._open or self._entries or self._over or self._put_off)
+        return not (self._open or self._entries or self._endings or self._put_off)

@@ -7,13 +7,11 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 import mmbroker
-from mmbroker.entry import Built, Entry
 from mmbroker.link import Link
 from mmbroker.proto.errors import EngineLagging, FeatureError
 from tests.cuda.rig import MIB
@@ -82,51 +80,6 @@ def test_lists_empty_ones_and_dtypes(bench: Bench) -> None:
         assert all(same(got.cpu(), part) for got, part in zip(use.tensors, parts, strict=True))
     with bench.client.put(torch.empty(0, 4), to="a") as held, table.take(held.ref) as use:
         assert use.tensor.shape == (0, 4)
-
-
-def test_a_tensor_is_made_ahead_of_its_take(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the receiver thread, once; for a second use the scheduler makes another."""
-    table = bench.attach()
-    makers: list[str] = []
-    make = bench.driver.tensor
-
-    def made(*args: Any) -> torch.Tensor:
-        makers.append(threading.current_thread().name)
-        return make(*args)
-
-    monkeypatch.setattr(bench.driver, "tensor", made)
-    receiver, here = "mmbroker-receiver", threading.current_thread().name
-    feature = block(0.5, seed=1)
-    with bench.client.put(feature, to="a") as held:
-        eventually(lambda: table._entries[held.ref.boot, held.ref.hold].ready, "a tensor, made ahead")
-        with table.take(held.ref) as use:
-            assert same(use.tensor.cpu(), feature)
-            assert makers == [receiver]
-            with table.take(held.ref) as another:
-                assert same(another.tensor.cpu(), feature)
-        assert makers == [receiver, here]
-    bench.settled(table)
-
-
-def test_an_entry_is_over_while_its_tensor_is_made_ahead(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a thread that closes the table: it does not see that tensor, which must not keep the memory in use."""
-    table = bench.attach()
-    build = Entry.build
-    reached = threading.Event()
-
-    def over(entry: Entry) -> Built:
-        built = build(entry)
-        table._withdraw([entry.key])
-        reached.set()
-        return built
-
-    monkeypatch.setattr(Entry, "build", over)
-    held = bench.client.put(block(0.5), to="a")
-    assert reached.wait(PATIENCE)
-    bench.settled(table)
-    held.drop()
 
 
 @pytest.mark.parametrize("torchs", [False, True])

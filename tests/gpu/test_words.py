@@ -173,41 +173,47 @@ def test_what_is_known_to_be_loaded_is_told_though_the_next_is_not(
     faked.settled(table)
 
 
+def read(faked: Bench, table: mmbroker.FeatureTable, count: int) -> list[mmbroker.Held]:
+    """Features that were read on the device, and are still held."""
+    held = [faked.client.put(block(0.1, seed=seed), to="a") for seed in range(count)]
+    for seed, one in enumerate(held):
+        faked.read_on_device(table, one, block(0.1, seed=seed))
+    return held
+
+
 def test_what_is_dismissed_with_grants_is_looked_at_together(
     faked: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for what it frees: the grants look once in a while, and the chores if no more come."""
     table = faked.attach()
-    held = [faked.client.put(block(0.1, seed=seed), to="a") for seed in range(4)]
-    for seed, one in enumerate(held):
-        faked.read_on_device(table, one, block(0.1, seed=seed))
-    monkeypatch.setattr("mmbroker.table._TOGETHER", 3600 * 10**9)
+    held = read(faked, table, 4)
+    monkeypatch.setattr("mmbroker.endings._TOGETHER", 3600 * 10**9)
     looks: list[int] = []
-    settle = table._settle
+    settle = table._endings.settle
 
     def looked(now: int) -> list[int]:
-        looks.append(len(table._over))
+        looks.append(len(table._endings))
         return settle(now)
 
     def dismissed() -> None:
         for one in held[:2]:
             table.granted([], [one.ref.hold])
         assert looks == []
-        table._next_look = 0  # it is time
+        table._endings._due = 0  # it is time
         for one in held[2:]:
             table.granted([], [one.ref.hold])
         assert looks == [3]
-        assert len(table._over) == 4
+        assert len(table._endings) == 4
 
     def begin() -> None:
-        table._next_look = 3600 * 10**9 + time.perf_counter_ns()
-        monkeypatch.setattr(table, "_settle", looked)
+        table._endings._due = 3600 * 10**9 + time.perf_counter_ns()
+        monkeypatch.setattr(table._endings, "settle", looked)
         dismissed()
 
     table._link.run(begin, PATIENCE)
     assert table.stats()["unsettled"] == 4
-    monkeypatch.setattr("mmbroker.table._TOGETHER", 0)
-    table._next_look = 0
+    monkeypatch.setattr("mmbroker.endings._TOGETHER", 0)
+    table._endings._due = 0
     table._link.wake()
     faked.settled(table)
     for one in held:
@@ -219,24 +225,22 @@ def test_what_is_dismissed_alone_is_looked_at_again_in_a_moment(
 ) -> None:
     """Perhaps somebody waits for what it frees. Whoever looks before that moment does not put it off."""
     table = faked.attach()
-    held = [faked.client.put(block(0.1, seed=seed), to="a") for seed in range(2)]
-    for seed, one in enumerate(held):
-        faked.read_on_device(table, one, block(0.1, seed=seed))
-    monkeypatch.setattr("mmbroker.table._TOGETHER", 3600 * 10**9)
-    monkeypatch.setattr("mmbroker.table._SECOND_LOOK", 60.0)
+    held = read(faked, table, 2)
+    monkeypatch.setattr("mmbroker.endings._TOGETHER", 3600 * 10**9)
+    monkeypatch.setattr("mmbroker.endings._SECOND_LOOK", 60.0)
 
     def dismissed() -> int:
         with faked.driven.fake.engine.held():  # no fence is passed
             table.dismissed([held[0].ref.hold])
             table.granted([], [held[1].ref.hold])
             table.chores(time.monotonic())
-            return table._next_look
+            return table._endings._due
 
     due = table._link.run(dismissed, PATIENCE)
     assert 0 < due - time.perf_counter_ns() <= 60 * 10**9
     assert table.stats()["unsettled"] == 2
-    monkeypatch.setattr("mmbroker.table._TOGETHER", 0)
-    table._next_look = 0
+    monkeypatch.setattr("mmbroker.endings._TOGETHER", 0)
+    table._endings._due = 0
     table._link.wake()
     faked.settled(table)
     for one in held:
@@ -261,7 +265,7 @@ def test_chores_that_make_a_fence_look_soon_whether_it_is_passed(faked: Bench) -
                 for word in ("nothing", "a fence", "nothing"):
                     if word == "a fence":
                         table._withdraw([entry(held[1])])
-                    table._pause, table._next_look = 0.16, 0
+                    table._pause, table._endings._due = 0.16, 0
                     pauses.append(table.chores(time.monotonic()))
             return pauses
 
