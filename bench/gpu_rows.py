@@ -92,7 +92,7 @@ def measure(
                 while len(times[OURS]) < takes:
                     turn = {OURS: ours.round(load)}
                     if theirs is not None:
-                        turn |= {way: theirs.round(way, load) for way in gpu_sglang.turn(number + WARM)}
+                        turn |= {way: theirs.round(way, load) for way in gpu_sglang.turn(number)}
                     if number >= 0:
                         for way, (found, bad) in turn.items():
                             times.setdefault(way, []).extend(found)
