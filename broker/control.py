@@ -200,9 +200,8 @@ class Control:
             self._dismiss(line, message.holds)
             return
         if line.dismissed:
-            if (
-                isinstance(message, Granted) and not self._office.pressed()
-            ):  # else somebody waits for their end
+            # While somebody waits for their end, they go before it and alone, so that the rank looks at them at once.
+            if isinstance(message, Granted) and not self._office.pressed():
                 message = Granted(message.grants, line.dismissed)
                 line.dismissed = []
             else:
