@@ -13,15 +13,15 @@ from contextlib import ExitStack
 from typing import Any
 
 from . import gpu_sglang, stats
-from .gpu_loop import GpuWork
+from .gpu_loop import FEATURES, GpuWork
 from .gpu_peers import Engine, Feeder, uuid
 from .processes import Workshop
 
 OURS = "broker"
-#: Different features in turn, as many as in the loop, and how many more a second arrive under load. The first few takes
-#: of a turn cost more, in every way: their code and data are in no cache of a core that has slept.
-FEATURES, RATE = 32, 200.0
-#: Rounds before the first that counts.
+#: How many more features a second arrive under load.
+RATE = 200.0
+#: Rounds of `FEATURES` before the first that counts. The first few takes of a round cost more, in every way: their code
+#: and data are in no cache of a core that has slept.
 WARM = 4
 
 

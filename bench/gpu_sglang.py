@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import ways
-from .gpu_loop import GpuWork
+from .gpu_loop import FEATURES, GpuWork
 from .processes import Workshop
 
 CACHED = "cuda_ipc, handle cache"
@@ -21,8 +21,8 @@ HASHED = "cuda_ipc, handle cache, and hash"
 HASH = "gpu_tensor_hash alone"
 SHARED = "cpu (ShmPointerMMData)"
 WAYS = (CACHED, UNCACHED, HASHED, HASH, SHARED)
-#: Its pool, in bytes, and how many features are under way in a round.
-POOL, FEATURES = 4 << 30, 32
+#: Its pool, in bytes.
+POOL = 4 << 30
 
 
 def _modules() -> tuple[Any, Any]:

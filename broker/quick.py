@@ -43,9 +43,8 @@ class Quick:
         """`most`: bytes of the longest message that is received."""
         self._pointer = ctypes.c_void_p(socket.underlying)
         self._most = most
-        room = mmap.mmap(
-            -1, most, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )  # only what is written to takes memory
+        # Only what is written to takes memory.
+        room = mmap.mmap(-1, most, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._room = memoryview(room)
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(room))
         self._found = ctypes.c_int()

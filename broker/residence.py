@@ -103,9 +103,8 @@ class Residence:
     def _make_ready(self) -> None:
         unready, self._unready = self._unready, []
         for entry in unready:
-            if not (
-                entry.gone or entry.uses or entry.ready or entry.streams
-            ):  # the last: it was read already
+            taken = entry.uses or entry.streams  # or was, and was read
+            if not (entry.gone or taken or entry.ready):
                 with suppress(Exception):  # then it is made when it is read, and says why it cannot be
                     entry.make_ready()
 

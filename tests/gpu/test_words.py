@@ -181,6 +181,18 @@ def read(faked: Bench, table: mmbroker.FeatureTable, count: int) -> list[mmbroke
     return held
 
 
+def end(
+    faked: Bench, table: mmbroker.FeatureTable, held: list[mmbroker.Held], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the rank was told is over is settled as soon as it can be, and then nobody holds it any more."""
+    monkeypatch.setattr("mmbroker.endings._TOGETHER", 0)
+    table._endings.hasten()
+    table._link.wake()
+    faked.settled(table)
+    for one in held:
+        one.drop()
+
+
 def test_what_is_dismissed_with_grants_is_looked_at_together(
     faked: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +211,7 @@ def test_what_is_dismissed_with_grants_is_looked_at_together(
         for one in held[:2]:
             table.granted([], [one.ref.hold])
         assert looks == []
-        table._endings._due = 0  # it is time
+        table._endings.hasten()  # it is time
         for one in held[2:]:
             table.granted([], [one.ref.hold])
         assert looks == [3]
@@ -212,12 +224,7 @@ def test_what_is_dismissed_with_grants_is_looked_at_together(
 
     table._link.run(begin, PATIENCE)
     assert table.stats()["unsettled"] == 4
-    monkeypatch.setattr("mmbroker.endings._TOGETHER", 0)
-    table._endings._due = 0
-    table._link.wake()
-    faked.settled(table)
-    for one in held:
-        one.drop()
+    end(faked, table, held, monkeypatch)
 
 
 def test_what_is_dismissed_alone_is_looked_at_again_in_a_moment(
@@ -239,12 +246,7 @@ def test_what_is_dismissed_alone_is_looked_at_again_in_a_moment(
     due = table._link.run(dismissed, PATIENCE)
     assert 0 < due - time.perf_counter_ns() <= 60 * 10**9
     assert table.stats()["unsettled"] == 2
-    monkeypatch.setattr("mmbroker.endings._TOGETHER", 0)
-    table._endings._due = 0
-    table._link.wake()
-    faked.settled(table)
-    for one in held:
-        one.drop()
+    end(faked, table, held, monkeypatch)
 
 
 def test_chores_that_make_a_fence_look_soon_whether_it_is_passed(faked: Bench) -> None:
